@@ -20,14 +20,13 @@ _STALE_S = 60.0
 
 
 class EnergyMeter:
-    """One GPU's energy since the first reading, in joules.
+    """Meters one GPU's energy.
 
     Without an energy counter, it integrates power samples by the trapezoid rule and sets
     ``integrated``.
     """
 
     def __init__(self) -> None:
-        self.total_j = 0.0
         self.integrated = False
         self._counter_j: float | None = None
         self._sample: tuple[float, float] | None = None
@@ -52,7 +51,6 @@ class EnergyMeter:
             used_j = (now_s - then_s) * (then_w + draw_w) / 2
             self.integrated = True
         self._sample = None if draw_w is None else (now_s, draw_w)
-        self.total_j += used_j
         return used_j
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from conserve.wire import SILENCE_S
 from hetero.energy import EnergyMeter, EngineEnergy, GpuReading, divide
 from hetero.guard import CapsOutcome, Guard, GuardLost
-from hetero.nvml import GpuLost, NotSupported, Nvml, NvmlError
+from hetero.nvml import GpuLost, NotSupported, Nvml, NvmlError, UnknownGpu
 from hetero.power import Cap, default_directory
 from hetero.sm_slots import NoFreeSms, SmLease, SmSlotLedger
 from hetero.sm_units import SmSlots, sm_granularity
@@ -28,10 +28,6 @@ RETRY_S = 10.0
 
 # The reason if engines that share a GPU want different caps.
 DISAGREED = "Disagreed"
-
-
-class UnknownGpu(Exception):
-    """NVML does not show this GPU's SMs on this node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from hetero.nvml import Nvml, NvmlError
 from hetero.power import Cap, CapRefused, PowerCaps, recover
@@ -72,12 +72,6 @@ class Guard:
         self._process.stdin.close()
         self._process.stdout.read()
         self._process.stdout.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

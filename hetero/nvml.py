@@ -62,11 +62,9 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class PowerReading:
-    """A GPU's power limit and its bounds; ``draw_w`` is the whole board's draw now."""
+class PowerLimits:
+    """A GPU's default power limit, and the bounds of what it may be set to."""
 
-    draw_w: float
-    limit_w: float
     default_w: float
     min_w: float
     max_w: float
@@ -132,11 +130,10 @@ class Nvml:
 
     # --- what it does now --------------------------------------------------------------------
 
-    def power(self, uuid: str) -> PowerReading:
+    def limits(self, uuid: str) -> PowerLimits:
         low, high = self._of(uuid, pynvml.nvmlDeviceGetPowerManagementLimitConstraints)
         default = self._of(uuid, pynvml.nvmlDeviceGetPowerManagementDefaultLimit)
-        limit_w = self.limit_w(uuid)
-        return PowerReading(self.draw_w(uuid), limit_w, default / 1e3, low / 1e3, high / 1e3)
+        return PowerLimits(default / 1e3, low / 1e3, high / 1e3)
 
     def draw_w(self, uuid: str) -> float:
         """Return the whole board's power; from Ampere on, the mean of the last second."""

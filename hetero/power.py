@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Literal, Self
 
-from hetero.nvml import Nvml, NvmlError, PowerReading
+from hetero.nvml import Nvml, NvmlError, PowerLimits
 
 logger = logging.getLogger("conserve.power")
 
@@ -42,15 +42,15 @@ class Cap:
     watts: float | None = None
     fraction: float | None = None
 
-    def limit_w(self, power: PowerReading) -> float:
+    def limit_w(self, limits: PowerLimits) -> float:
         """Return the limit in watts, rounded down to a tenth; raises `CapRefused`."""
-        wanted = self.watts if self.watts is not None else (self.fraction or 0) * power.default_w
-        if not power.min_w <= wanted <= power.max_w:
+        wanted = self.watts if self.watts is not None else (self.fraction or 0) * limits.default_w
+        if not limits.min_w <= wanted <= limits.max_w:
             raise CapRefused(
                 f"a limit of {wanted:g} W is outside of what this GPU allows, "
-                f"{power.min_w:g} to {power.max_w:g} W (default {power.default_w:g} W)"
+                f"{limits.min_w:g} to {limits.max_w:g} W (default {limits.default_w:g} W)"
             )
-        return max(power.min_w, int(wanted * 10 + 1e-6) / 10)
+        return max(limits.min_w, int(wanted * 10 + 1e-6) / 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class PowerCaps:
                 f"{uuid}: in MIG mode all instances share the GPU's limit; disable MIG to cap it"
             )
         try:
-            return cap.limit_w(self._nvml.power(uuid))
+            return cap.limit_w(self._nvml.limits(uuid))
         except CapRefused as refused:
             raise CapRefused(f"{uuid}: {refused}") from None
 

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from sys import intern
 
 from conserve import identity
-from conserve.conversations.engines import Engines
-from conserve.conversations.ledger import Idleness, Ledger
+from conserve.conversations.ledger import Engines, Idleness, Ledger
 from conserve.direct import STRIDE, first_asked
 from conserve.events import EventLog
 from conserve.hints import Hints

@@ -1,6 +1,5 @@
 """Decides which idle histories give up their room, and knows where those may still be found."""
 
-from conserve.pausing.cache import EngineCache
 from conserve.pausing.memory import Forgotten, Memory
 from conserve.pausing.policy import LEVEL_TOKENS, Idle, Leads, Pausing, patience_s
 from conserve.pausing.times import Gaps, ToolTimes

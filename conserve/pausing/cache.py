@@ -9,6 +9,10 @@ from math import inf
 _FULL = 0.9
 
 
+# A history of which nothing is left.
+_NOTHING = (0, 0, -inf)
+
+
 class EngineCache:
     """Histories whose KV is kept, the longest unused first.
 
@@ -19,119 +23,87 @@ class EngineCache:
     """
 
     def __init__(self, capacity_tokens: int) -> None:
-        self._capacity_tokens = capacity_tokens
-        self._left: OrderedDict[str, int] = OrderedDict()
-        self._used_s: dict[str, float] = {}
+        self.capacity_tokens = capacity_tokens
+        # By history: what is left beyond what it shares, what it shares, and when it was used.
+        self._kept: OrderedDict[str, tuple[int, int, float]] = OrderedDict()
         self.tokens = 0
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._left)
+        return iter(self._kept)
 
     def __contains__(self, history_id: str) -> bool:
-        return history_id in self._left
+        return history_id in self._kept
 
     def left_tokens(self, history_id: str) -> int:
         """Return how many of a history's tokens are there yet, from its beginning on."""
-        return self._left.get(history_id, 0)
-
-    def used_s(self, history_id: str) -> float:
-        return self._used_s[history_id]
-
-    @property
-    def is_full(self) -> bool:
-        return self.tokens >= _FULL * self._capacity_tokens
+        own_tokens, shared_tokens, _ = self._kept.get(history_id, _NOTHING)
+        return own_tokens + shared_tokens
 
     @property
     def oldest_s(self) -> float:
         """Return when the oldest was used: what was used before then is gone."""
-        return next((self._used_s[one] for one in self._left), inf)
+        return next((used_s for _, _, used_s in self._kept.values()), inf)
 
-    def resize(self, capacity_tokens: int) -> list[str]:
-        """Change the room, and return the histories of which nothing is left then."""
-        self._capacity_tokens = capacity_tokens
-        return self._free(0)
-
-    def use(self, history_id: str, tokens: int, now_s: float) -> list[str]:
+    def use(
+        self, history_id: str, own_tokens: int, now_s: float, shared_tokens: int = 0
+    ) -> list[str]:
         """Note what a history has there, and return those of which nothing is left then."""
-        left = self._left
-        self.tokens += tokens - left.get(history_id, 0)
-        left[history_id] = tokens
-        left.move_to_end(history_id)
-        self._used_s[history_id] = now_s
-        return self._free(1) if self.tokens > self._capacity_tokens else []
+        self.tokens += own_tokens - self._kept.get(history_id, _NOTHING)[0]
+        self._kept[history_id] = (own_tokens, shared_tokens, now_s)
+        self._kept.move_to_end(history_id)
+        return self._free(1) if self.tokens > self.capacity_tokens else []
 
     def drop(self, history_id: str) -> None:
-        self.tokens -= self._left.pop(history_id, 0)
-        self._used_s.pop(history_id, None)
+        self.tokens -= self._kept.pop(history_id, _NOTHING)[0]
 
     def _free(self, stay: int) -> list[str]:
         gone = []
-        while self.tokens > self._capacity_tokens and len(self._left) > stay:
-            oldest, left = next(iter(self._left.items()))
-            lost = min(left, self.tokens - self._capacity_tokens)
+        while self.tokens > self.capacity_tokens and len(self._kept) > stay:
+            oldest, (left, shared_tokens, used_s) = next(iter(self._kept.items()))
+            lost = min(left, self.tokens - self.capacity_tokens)
             self.tokens -= lost
             if lost == left:
-                del self._left[oldest], self._used_s[oldest]
+                del self._kept[oldest]
                 gone.append(oldest)
             else:
-                self._left[oldest] = left - lost
+                self._kept[oldest] = (left - lost, shared_tokens, used_s)
         return gone
 
 
-class HostMemory:
-    """Histories of which host memory has a copy, the longest unused first.
+class HostMemory(EngineCache):
+    """Histories of which host memory has a copy.
 
-    As in `EngineCache` the oldest are evicted first, each from its end on. The age of the oldest is
-    what others may reach, at the recent rate of new KV.
+    The age of the oldest is what others may reach, at the recent rate of new KV.
     """
-
-    def __init__(self, capacity_tokens: int) -> None:
-        self.capacity_tokens = capacity_tokens
-        self._cache = EngineCache(capacity_tokens)
-        self._shared: dict[str, int] = {}
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._cache
-
-    @property
-    def tokens(self) -> int:
-        return self._cache.tokens
 
     @property
     def oldest_s(self) -> float:
         """Return when the oldest was used, which is evicted next; -inf while there is room."""
-        return self._cache.oldest_s if self._cache.is_full else -inf
-
-    def left_tokens(self, key: str) -> int:
-        if key not in self._cache:
-            return 0
-        return self._cache.left_tokens(key) + self._shared[key]
+        return super().oldest_s if self.tokens >= _FULL * self.capacity_tokens else -inf
 
     def keeps(self, key: str, for_s: float) -> bool:
-        return key in self._cache and self._cache.used_s(key) - self.oldest_s >= for_s
+        return key in self and self._kept[key][2] - self.oldest_s >= for_s
 
     def resize(self, capacity_tokens: int) -> None:
         self.capacity_tokens = capacity_tokens
-        for gone in self._cache.resize(capacity_tokens):
-            del self._shared[gone]
+        self._free(0)
 
-    def use(self, key: str, tokens: int, now_s: float, shared_tokens: int = 0) -> None:
+    def use(self, key: str, tokens: int, now_s: float, shared_tokens: int = 0) -> list[str]:
         """Note that at least so much of a history is there now.
 
         ``shared_tokens`` of it others begin with: they are there once, and counted with the first.
         """
         tokens = max(tokens, self.left_tokens(key))
-        shared_tokens = self._shared[key] = min(shared_tokens, tokens)
+        shared_tokens = min(shared_tokens, tokens)
         # Of a history that is longer than the memory, only the beginning stays.
         own_tokens = min(tokens - shared_tokens, self.capacity_tokens)
-        for gone in self._cache.use(key, own_tokens, now_s):
-            del self._shared[gone]
+        return super().use(key, own_tokens, now_s, shared_tokens)
 
     def renew(self, key: str, for_s: float, now_s: float) -> bool:
         """Use what is left of a history, unless it is kept ``for_s`` anyway; return whether so."""
-        if key not in self._cache or self.keeps(key, for_s):
+        if key not in self or self.keeps(key, for_s):
             return False
-        self.use(key, 0, now_s, self._shared[key])
+        self.use(key, 0, now_s, self._kept[key][1])
         return True
 
     def take_over(self, uses: Iterable[tuple[str, int, float, int]]) -> None:
@@ -140,16 +112,14 @@ class HostMemory:
         Args:
             uses: arguments of `use`. Later uses that are known here stay.
         """
-        used_s, shared = self._cache.used_s, self._shared
-        known = [(key, self.left_tokens(key), used_s(key), shared[key]) for key in self._cache]
-        new = [use for use in uses if use[0] not in self._cache or use[2] > used_s(use[0])]
-        self._cache, self._shared = EngineCache(self.capacity_tokens), {}
-        for key, tokens, now_s, shared_tokens in sorted(known + new, key=lambda use: use[2]):
-            self.use(key, tokens, now_s, shared_tokens)
-
-    def drop(self, key: str) -> None:
-        self._cache.drop(key)
-        self._shared.pop(key, None)
+        known = [
+            (key, own + shared, at_s, shared) for key, (own, shared, at_s) in self._kept.items()
+        ]
+        new = [use for use in uses if use[2] > self._kept.get(use[0], _NOTHING)[2]]
+        self._kept.clear()
+        self.tokens = 0
+        for use in sorted(known + new, key=lambda use: use[2]):
+            self.use(*use)
 
 
 class WorkingSet:

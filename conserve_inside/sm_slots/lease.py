@@ -5,7 +5,7 @@ from typing import Any
 
 from conserve.wire import SILENCE_S
 from conserve_inside.sm_slots.green_contexts import SmsUnavailable
-from hetero.gpus import UnknownGpu
+from hetero.nvml import UnknownGpu
 from hetero.sm_slots import NoFreeSms, SmLease
 
 SLOT_WORKER = "conserve_inside.sm_slots.worker.SlotWorker"

@@ -27,7 +27,7 @@ from deployments.engine.gpu_worker import GpuWorker
 from deployments.upstream import captured_elsewhere
 from deployments.upstream.patch import require
 from deployments.upstream.seams import require_seams
-from hetero.gpus import UnknownGpu
+from hetero.nvml import UnknownGpu
 from hetero.sm_slots import NoFreeSms, SmLease
 from hetero.sm_units import SmSlots, sm_granularity
 

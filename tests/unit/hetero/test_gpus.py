@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from hetero.energy import EngineEnergy
-from hetero.gpus import DISAGREED, RETRY_S, SILENCE_S, EngineUse, GpuKeeper, UnknownGpu
+from hetero.gpus import DISAGREED, RETRY_S, SILENCE_S, EngineUse, GpuKeeper
+from hetero.nvml import UnknownGpu
 from hetero.power import Cap
 from hetero.sm_slots import NoFreeSms
 from tests.nvml import standin

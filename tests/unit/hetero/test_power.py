@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from hetero.guard import Guard, GuardLost
-from hetero.nvml import GpuLost, NoPermission, Nvml, PowerReading
+from hetero.nvml import GpuLost, NoPermission, Nvml, PowerLimits
 from hetero.power import Cap, CapRefused, HasOwner, PowerCaps, Record, recover
 from tests.checkout import ROOT
 from tests.nvml.standin import Machine
@@ -70,13 +71,13 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 # --- what a cap may be -------------------------------------------------------------------------
 
-A40 = PowerReading(draw_w=250, limit_w=300, default_w=300, min_w=100, max_w=300)
+A40 = PowerLimits(default_w=300, min_w=100, max_w=300)
 
 
 def test_a_cap_is_in_watts_or_a_fraction_of_the_default() -> None:
     assert Cap(watts=200).limit_w(A40) == 200
     assert Cap(fraction=2 / 3).limit_w(A40) == 200  # The paper's A40 (§5.5).
-    assert Cap(fraction=0.5).limit_w(PowerReading(0, 300, 345.7, 100, 400)) == 172.8
+    assert Cap(fraction=0.5).limit_w(PowerLimits(345.7, 100, 400)) == 172.8
 
 
 # --- in one process ----------------------------------------------------------------------------
@@ -282,7 +283,7 @@ def test_a_guard_restores_when_it_is_told_to_end(guarded: Rig) -> None:
     with pytest.raises(GuardLost):
         guard.want({}, set())
     assert guarded.limits == [200, 300]
-    with Guard("test", folder):
+    with closing(Guard("test", folder)):
         assert guarded.limits == [300, 300]
 
 
@@ -290,7 +291,7 @@ def test_a_guard_says_what_holds_and_what_was_refused(guarded: Rig) -> None:
     gpu, other = guarded.gpu, guarded.second
     other.denied = 1
     both = {gpu, other.id}
-    with Guard("test", guarded.folder) as guard:
+    with closing(Guard("test", guarded.folder)) as guard:
         outcome = guard.want({gpu: Cap(fraction=2 / 3), other.id: Cap(watts=200)}, both)
         assert outcome.applied_w == {gpu: 200}
         assert outcome.reasons == {other.id: "NoPermission"}

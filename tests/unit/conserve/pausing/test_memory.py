@@ -441,7 +441,7 @@ def test_nothing_is_kept_of_those_that_ended() -> None:
     assert not any(memory._emptied.values())
     assert (memory._paused_on, memory._left) == ({}, {})
     # What engines may have yet of those that ended is no more than fits.
-    assert all(sum(cache._left.values()) <= 1000 for cache in memory._caches.values())
+    assert all(cache.tokens <= 1000 for cache in memory._caches.values())
 
 
 def test_a_decoder_that_returns_with_an_older_record_is_to_forget_it() -> None:

@@ -26,7 +26,7 @@ from conserve_inside.sm_slots.means import MpsPercentage, NoSms
 from conserve_inside.sm_slots.pairs import SlotPairs, slot_pairs
 from conserve_inside.sm_slots.worker import SlotWorker
 from deployments.engine.gpu_worker import EXTENSION
-from hetero.gpus import UnknownGpu
+from hetero.nvml import UnknownGpu
 from hetero.sm_slots import NoFreeSms, SmLease, SmSlotLedger
 from hetero.sm_units import SmSlots, sm_granularity
 from tests.unit.hetero.cuda_standin import Driver
