@@ -21,6 +21,10 @@ class FollowTable:
     Serve's own delays and factors have to be off, since `autoscale.autoscaler` has them.
     """
 
+    def __init__(self) -> None:
+        # The replica that has told of it may have gone since, and others tell of earlier ones.
+        self._last = (0.0, 0.0)
+
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         metrics = context.raw_metrics or {}
         wanted, decided = metrics.get(WANTED_REPLICAS, {}), metrics.get(DECIDED_S, {})
@@ -30,9 +34,7 @@ class FollowTable:
             for replica, series in wanted.items()
             if series and decided.get(replica)
         ]
-        if not words:
-            return context.target_num_replicas, {}
-        decided_s, replicas = max(words)
+        decided_s, replicas = self._last = max([self._last, *words])
         if time.time() - decided_s > _STALE_S:
             return context.target_num_replicas, {}
         return round(replicas), {}

@@ -234,6 +234,7 @@ class Router:
                 self._door.turns[model].hear(heard)
                 self._door.probes.heard(heard.can_serve, model)
             except TableUnavailable as error:
+                self._lacks.pop(model, None)
                 logger.warning("router: %s", error)
             except Exception:
                 logger.exception("router: a beat failed")

@@ -50,6 +50,7 @@ class Registry:
         last_beat_s: when any engine or router was heard of.
         parked_before: what a predecessor knew of host memory, until there is an engine with some.
         router_beats_s: when each router was heard of.
+        began_s: when engines that are not ready yet began to start.
         start_s: how long the latest engine took to start; None: none has, under this table.
         lost_routers: those that were lost, and not heard of since: their clients are gone.
     """
@@ -60,7 +61,7 @@ class Registry:
         self.last_beat_s = now_s
         self.parked_before: list[Parked] = []
         self._starting: dict[str, tuple[EngineStarting, float]] = {}
-        self._began_s: dict[str, float] = {}
+        self.began_s: dict[str, float] = {}
         self.start_s: float | None = None
         self.router_beats_s: dict[str, float] = {}
         self.lost_routers: set[str] = set()
@@ -71,20 +72,20 @@ class Registry:
 
     def start(self, engine: EngineStarting, now_s: float) -> None:
         self._starting[engine.id] = (engine, now_s)
-        self._began_s.setdefault(engine.id, now_s)
+        self.began_s.setdefault(engine.id, now_s)
 
     def starting(self, now_s: float) -> dict[StartPhase, int]:
         """Count the engines that are not ready yet, by what they do."""
         old = [id_ for id_, (_, at_s) in self._starting.items() if now_s - at_s > _STARTS_WITHIN_S]
         for engine_id in old:
-            del self._starting[engine_id], self._began_s[engine_id]
+            del self._starting[engine_id], self.began_s[engine_id]
         return dict(Counter(engine.phase for engine, _ in self._starting.values()))
 
     def add(self, engine: EngineInfo, now_s: float) -> list[tuple[str, int]]:
         """Add an engine that is ready. Returns conversations (and incarnations) to forget."""
         forget: list[tuple[str, int]] = []
         if self._starting.pop(engine.id, None) is not None:
-            self.start_s = now_s - self._began_s.pop(engine.id)
+            self.start_s = now_s - self.began_s.pop(engine.id)
         if engine.role == "prefiller":
             self._table.add_prefiller(engine.id)
         if engine.hosts:

@@ -9,6 +9,7 @@ the files beside this one. This file has what other processes may call.
 
 import asyncio
 import logging
+import math
 import operator
 import time
 from pathlib import Path
@@ -426,7 +427,10 @@ class TableService(Table):
         registry, autoscaler = self._registry, self._autoscaler
         counts = {role: registry.living_and_leaving(role) for role in autoscaler.wanted}
         there = {role: living - leaving for role, (living, leaving) in counts.items()}
-        autoscaler.lack(there, sum(registry.starting(now_s).values()), now_s)
+        # Serve may have ended one that never told.
+        starts_within_s = 3 * (registry.start_s or math.inf)
+        starting = sum(now_s - began_s < starts_within_s for began_s in registry.began_s.values())
+        autoscaler.lack(there, starting, now_s)
         lack = self._others if now_s - self._others_told_s <= SILENCE_S else NO_LACK
         autoscaler.pays_after_s = registry.start_s or autoscaler.pays_after_s
         used_tokens = self._table.used_tokens(unix_s() - autoscaler.pays_after_s)

@@ -22,7 +22,12 @@ def test_serve_follows_the_latest_word(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {"a": [word(90.0, 1.0), word(98.0, 3.0)], "b": [word(99.5, 1.0)], "c": []}
     # "b" speaks last, and says what it heard before "a" did.
     decided = {"a": [word(90.0, 89.0), word(98.0, 97.5)], "b": [word(99.5, 96.5)], "c": []}
-    assert FollowTable()(Context({WANTED_REPLICAS: wanted, DECIDED_S: decided})) == (3, {})
+    follow = FollowTable()
+    assert follow(Context({WANTED_REPLICAS: wanted, DECIDED_S: decided})) == (3, {})
+    # "a" has left, and what it said stays the latest.
+    for said in (wanted, decided):
+        del said["a"]
+    assert follow(Context({WANTED_REPLICAS: wanted, DECIDED_S: decided})) == (3, {})
 
 
 @pytest.mark.parametrize(

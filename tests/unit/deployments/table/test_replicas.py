@@ -222,9 +222,15 @@ async def test_a_model_that_is_idle_gives_an_engine_to_one_that_lacks_it() -> No
     # A start takes from an engine's first word on.
     for word in ("starting engines", "warming up"):
         await idle.engine_starting(EngineStarting("d3", word))
-        idle._registry._began_s["d3"] -= 30
+        idle._registry.began_s["d3"] -= 30
     await idle.register(engine("d3"))
     assert idle._registry.start_s == pytest.approx(60, abs=5)
+    # One that Serve has ended meanwhile hides no lack for ever.
+    await busy.engine_starting(EngineStarting("b2", "starting engines"))
+    busy._registry.start_s = 10.0
+    for after_s, lacked in ((31, NO_LACK), (62, NO_LACK), (93, Lack(1.0))):
+        busy._scale(now_s + after_s)
+        assert (await busy.router_beat("r")).lack == lacked
     # A router that is not heard of says nothing any more.
     idle._others_told_s -= 20
     assert idle._sharing(time.monotonic()).lack == NO_LACK
