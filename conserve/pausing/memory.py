@@ -139,7 +139,7 @@ class Memory:
             wait = self._wait(history)
             policy = self._policy
             gaps = policy.resumes if wait.tool_ended else policy.gaps
-            gaps.returned(came_s - wait.since_s, wait.tool)
+            gaps.add(came_s - wait.since_s, wait.tool)
             self._tools.turn_came(history.id, came_s)
         self.working.add(history.id, _own_tokens(history))
         self.used(history)
@@ -313,7 +313,7 @@ class Memory:
             self.pause(history, "prefetch")
 
     def expired(self, history: History, now_s: float) -> None:
-        self._policy.gaps.ended(now_s - history.last_used_s, history.tool)
+        self._policy.gaps.add(now_s - history.last_used_s, history.tool, ended=True)
 
     def ended(self, history: History) -> None:
         """Note that a history has ended; decoders that it was on before may forget it."""
