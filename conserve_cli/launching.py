@@ -196,7 +196,7 @@ def wait_or_drain(application: Launch, drain_s: float) -> int:
 
 
 def _wait_until_serving(application: Launch, settings: Settings, url: str) -> dict[str, float]:
-    last, each = "", settings.each.values()
+    last = ""
     with console.status("starting") as status:
 
         def on_progress(text: str) -> None:
