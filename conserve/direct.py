@@ -226,14 +226,6 @@ def first_asked(above: int) -> int:
     return -(-above // STRIDE) * STRIDE
 
 
-def next_direct(last: int) -> int | None:
-    """Return a decoder's next number for a history's turn; None if they are used up.
-
-    A history gets a number of the table's whenever it comes to a decoder, so numbers are unique.
-    """
-    return last + 1 if (last + 1) % STRIDE else None
-
-
 def is_direct(turn_id: int) -> bool:
     return turn_id % STRIDE != 0
 
@@ -430,11 +422,11 @@ class Desk:
         held = self._holdings.continued(asked.root, asked.end, asked.conversation_id)
         if held is None or now_s - held.last_used_s >= self._longest_idle_s:
             return None
-        # No turn of this history runs.
-        number = next_direct(held.finished)
-        if number is None:
+        # No turn of this history runs. It gets a number of the table's whenever it comes to a
+        # decoder, so numbers are unique.
+        if not is_direct(held.finished + 1):
             return None
-        turn = TurnKey(held.id, held.incarnation, number)
+        turn = TurnKey(held.id, held.incarnation, held.finished + 1)
         self._holdings.begin(turn)
         self.outbox.add(Began(turn, router_id, self.parks))
         return turn

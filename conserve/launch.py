@@ -279,8 +279,7 @@ def health(url: str) -> dict[str, Any]:
 
 
 def _adopt_orphans() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _kill(left: list[psutil.Process], in_memory: Iterable[Path]) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
 from rich.console import Console, ConsoleDimensions
@@ -58,12 +58,8 @@ def refuse(problem: str, status: int = 2) -> NoReturn:
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Have a plain ``kill``, or a closed terminal, raise KeyboardInterrupt as Ctrl-C does."""
-
-    def interrupt(number: int, frame: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
     numbers = (signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, interrupt) for number in numbers}
+    previous = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
         yield
     finally:

@@ -6,13 +6,9 @@ since a waiting GPU is kept for its role.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from conserve.turn import TurnKey
-
-Key = TypeVar("Key", bound=Hashable)
 
 PHASES = {"encoder": "encode", "prefiller": "cold_prefill", "decoder": "tail"}
 # An engine that has not reported its energy for this long is not expected to report again.
@@ -54,38 +50,38 @@ class EnergyMeter:
         return used_j
 
 
-class BusyShare(Generic[Key]):
-    """Estimates each key's part of an engine's energy.
+class BusyShare:
+    """Estimates each turn's part of an engine's energy.
 
-    The joules of the time in which anything ran are divided by how long each key ran. The rest was
+    The joules of the time in which anything ran are divided by how long each turn ran. The rest was
     used while idle.
     """
 
     def __init__(self, now_s: float) -> None:
         self.charged_s = now_s
-        self._running: dict[Key, float] = {}
-        self._spent_s: defaultdict[Key, float] = defaultdict(float)
+        self._running: dict[TurnKey, float] = {}
+        self._spent_s: defaultdict[TurnKey, float] = defaultdict(float)
         self._busy_s = 0.0
         self._busy_since_s = now_s
 
-    def start(self, key: Key, now_s: float) -> None:
+    def start(self, turn: TurnKey, now_s: float) -> None:
         if not self._running:
             self._busy_since_s = now_s
-        self._running.setdefault(key, now_s)
+        self._running.setdefault(turn, now_s)
 
-    def stop(self, key: Key, now_s: float) -> None:
-        since_s = self._running.pop(key, None)
+    def stop(self, turn: TurnKey, now_s: float) -> None:
+        since_s = self._running.pop(turn, None)
         if since_s is None:
             return
-        self._spent_s[key] += now_s - since_s
+        self._spent_s[turn] += now_s - since_s
         if not self._running:
             self._busy_s += now_s - self._busy_since_s
 
-    def charge(self, joules: float, now_s: float) -> dict[Key, float]:
-        """Return each key's part of the joules since the last charge; less than all if idle."""
-        for key, since_s in self._running.items():
-            self._spent_s[key] += now_s - since_s
-            self._running[key] = now_s
+    def charge(self, joules: float, now_s: float) -> dict[TurnKey, float]:
+        """Return each turn's part of the joules since the last charge; less than all if idle."""
+        for turn, since_s in self._running.items():
+            self._spent_s[turn] += now_s - since_s
+            self._running[turn] = now_s
         if self._running:
             self._busy_s += now_s - self._busy_since_s
             self._busy_since_s = now_s
@@ -97,7 +93,7 @@ class BusyShare(Generic[Key]):
         if all_s <= 0 or elapsed_s <= 0:
             return {}
         each_j = joules * min(1.0, busy_s / elapsed_s) / all_s
-        return {key: each_j * key_s for key, key_s in spent_s.items()}
+        return {turn: each_j * turn_s for turn, turn_s in spent_s.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +139,7 @@ class MeteredEngine:
     role: str
     tier: str
     latest: EngineEnergy
-    shares: BusyShare[TurnKey]
+    shares: BusyShare
     ran_j: float = 0.0
     ran_s: float = 0.0
     prefill_j: float = 0.0
@@ -251,11 +247,3 @@ class EnergyBook:
             return
         for turn in [turn for turn, where in self._turns.items() if where == engine_id]:
             del self._turns[turn]
-
-
-def divide(joules: float, engines: Sequence[str]) -> dict[str, float]:
-    """Divide a GPU's joules equally among its engines; the driver does not tell them apart."""
-    parts = dict.fromkeys(engines, joules / len(engines)) if engines else {}
-    if parts:
-        parts[engines[-1]] = joules - sum(list(parts.values())[:-1])
-    return parts

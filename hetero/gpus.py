@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conserve.wire import SILENCE_S
-from hetero.energy import EnergyMeter, EngineEnergy, GpuReading, divide
+from hetero.energy import EnergyMeter, EngineEnergy, GpuReading
 from hetero.guard import CapsOutcome, Guard, GuardLost
 from hetero.nvml import GpuLost, NotSupported, Nvml, NvmlError, UnknownGpu
 from hetero.power import Cap, default_directory
@@ -251,8 +251,9 @@ class GpuKeeper:
         draw_w = self._value(nvml.draw_w, uuid)
         counter_j = self._value(nvml.energy_j, uuid)
         used_j = self._meters[uuid].read(now_s, counter_j, draw_w)
-        for engine_id, joules in divide(used_j, engines).items():
-            self._joules[engine_id] += joules
+        # The driver does not tell engines apart.
+        for engine_id in engines:
+            self._joules[engine_id] += used_j / len(engines)
         temperature_c = self._value(nvml.temperature_c, uuid)
         self._readings[uuid] = GpuReading(
             uuid=uuid,

@@ -86,22 +86,17 @@ def hold(caps: PowerCaps, requests: TextIO, answers: TextIO) -> None:
     for line in requests:
         request = json.loads(line)
         wanted = {uuid: Cap(**cap) for uuid, cap in request["caps"].items()}
-        outcome = _bring_about(caps, wanted, set(request["used"]))
+        used, outcome = set(request["used"]), CapsOutcome()
+        for uuid in caps.held:
+            if uuid not in wanted or uuid not in used:
+                caps.restore(uuid).log()
+        for uuid, cap in wanted.items():
+            try:
+                outcome.applied_w[uuid] = caps.apply(uuid, cap, used)
+            except (CapRefused, NvmlError, OSError) as error:
+                outcome.refused[uuid] = str(error)
+                outcome.reasons[uuid] = type(error).__name__
         print(json.dumps(asdict(outcome)), file=answers, flush=True)
-
-
-def _bring_about(caps: PowerCaps, wanted: Mapping[str, Cap], used: set[str]) -> CapsOutcome:
-    outcome = CapsOutcome()
-    for uuid in caps.held:
-        if uuid not in wanted or uuid not in used:
-            caps.restore(uuid).log()
-    for uuid, cap in wanted.items():
-        try:
-            outcome.applied_w[uuid] = caps.apply(uuid, cap, used)
-        except (CapRefused, NvmlError, OSError) as error:
-            outcome.refused[uuid] = str(error)
-            outcome.reasons[uuid] = type(error).__name__
-    return outcome
 
 
 def _end(number: int, frame: Any) -> None:

@@ -118,15 +118,8 @@ class Nvml:
         return found
 
     def lost(self) -> list[int]:
-        gone = []
-        for index in range(self._count()):
-            try:
-                handle = _call(pynvml.nvmlDeviceGetHandleByIndex, f"GPU {index}", index)
-                _call(pynvml.nvmlDeviceGetUUID, f"GPU {index}", handle)
-                _call(_memory, f"GPU {index}", handle)
-            except GpuLost:
-                gone.append(index)
-        return gone
+        found = {gpu.index for gpu in self.inventory()}
+        return [index for index in range(self._count()) if index not in found]
 
     # --- what it does now --------------------------------------------------------------------
 

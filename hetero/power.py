@@ -117,20 +117,6 @@ class PowerCaps:
     def held(self) -> list[str]:
         return sorted(self._locks)
 
-    def _allowed_w(self, uuid: str, cap: Cap, used: Collection[str]) -> float:
-        """Return the limit of a cap that this GPU may have; raises `CapRefused` or `NvmlError`."""
-        if uuid not in used:
-            raise CapRefused(f"{uuid}: no replica of ConServe uses this GPU, so it is not capped")
-        whole = next((gpu for gpu in self._nvml.inventory() if gpu.uuid == uuid), None)
-        if whole is not None and whole.mig_enabled:
-            raise CapRefused(
-                f"{uuid}: in MIG mode all instances share the GPU's limit; disable MIG to cap it"
-            )
-        try:
-            return cap.limit_w(self._nvml.limits(uuid))
-        except CapRefused as refused:
-            raise CapRefused(f"{uuid}: {refused}") from None
-
     def apply(self, uuid: str, cap: Cap, used: Collection[str]) -> float:
         """Set or change a GPU's cap; return the limit that holds, in watts.
 
@@ -142,7 +128,16 @@ class PowerCaps:
             NvmlError: the limit could not be set (usually `NoPermission`).
             OSError: the record could not be written, so the limit was not changed.
         """
-        limit_w = self._allowed_w(uuid, cap, used)
+        if uuid not in used:
+            raise CapRefused(f"{uuid}: no replica of ConServe uses this GPU, so it is not capped")
+        if any(gpu.uuid == uuid and gpu.mig_enabled for gpu in self._nvml.inventory()):
+            raise CapRefused(
+                f"{uuid}: in MIG mode all instances share the GPU's limit; disable MIG to cap it"
+            )
+        try:
+            limit_w = cap.limit_w(self._nvml.limits(uuid))
+        except CapRefused as refused:
+            raise CapRefused(f"{uuid}: {refused}") from None
         fresh = uuid not in self._locks
         if fresh:
             self._locks[uuid] = _lock(self._directory, uuid, self._owner)

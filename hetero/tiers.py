@@ -51,13 +51,9 @@ def role_tier(settings: Settings, own: RoleSettings, gpu: bool) -> RoleTier:
         return RoleTier(own.tier if marked else CPU_TIER, resources, dict(tier.labels))
     if tier.accelerator_type is not None:
         resources[_ACCELERATOR + tier.accelerator_type] = _MARK
-    return RoleTier(own.tier, resources, dict(tier.labels), _cap(tier), tier.sm_slots)
-
-
-def _cap(tier: TierSettings) -> Cap | None:
-    if tier.power_cap_w is None and tier.power_cap_fraction is None:
-        return None
-    return Cap(tier.power_cap_w, tier.power_cap_fraction)
+    cap = Cap(tier.power_cap_w, tier.power_cap_fraction)
+    capped = None if cap == Cap() else cap
+    return RoleTier(own.tier, resources, dict(tier.labels), capped, tier.sm_slots)
 
 
 def offers(nodes: Iterable[Mapping[str, Any]]) -> list[NodeOffer]:

@@ -90,16 +90,6 @@ def tower_of(
     vision = config.get("vision_config")
     if kind not in (*_MERGED, *_TILED, *_PLAIN) or not isinstance(vision, Mapping):
         raise TowerUnknown(f"the encoder of {kind!r} ({', '.join(found)}) is not known")
-    return _tower(kind, config, vision, hidden, processor or {})
-
-
-def _tower(
-    kind: str,
-    config: Mapping[str, Any],
-    vision: Mapping[str, Any],
-    hidden: int,
-    processor: Mapping[str, Any],
-) -> Tower:
     # In Qwen2-VL's configurations, `hidden_size` is the language model's.
     width = _number(vision, "embed_dim", "hidden_size")
     layers, patch = _number(vision, "depth", "num_hidden_layers"), _number(vision, "patch_size")
@@ -112,7 +102,7 @@ def _tower(
     side = 0 if kind in _MERGED else _number(vision, "image_size") // patch
     positions = int(vision.get("num_position_embeddings") or (0 if pixtral else side**2))
     outputs = 1 + len(vision.get("deepstack_visual_indexes") or ())
-    image, patches, projector = _projected(kind, config, vision, (width, hidden), processor)
+    image, patches, projector = _projected(kind, config, vision, width, hidden, processor or {})
     layer = 4 * width**2 + (3 if gated else 2) * width * inner
     parameters = layers * layer + (pixels + positions) * width + outputs * projector
     # As measured on vLLM's modules, beside the pixels: around attention the layer's input, residual
@@ -141,11 +131,11 @@ def _projected(
     kind: str,
     config: Mapping[str, Any],
     vision: Mapping[str, Any],
-    widths: tuple[int, int],
+    width: int,
+    hidden: int,
     processor: Mapping[str, Any],
 ) -> tuple[int, float, int]:
     """Return the largest image's embeddings, the patches of one, and a projector's parameters."""
-    width, hidden = widths
     patch = _number(vision, "patch_size")
     size = processor.get("size")
     edge = size.get("longest_edge") if isinstance(size, Mapping) else None

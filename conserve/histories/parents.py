@@ -1,6 +1,6 @@
 """Follows which conversations began which others, as their clients say."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 
 from conserve import identity
@@ -50,8 +50,11 @@ class Parents:
 
     def waits(self, history: History) -> bool:
         """Return whether a history is idle, and one that its conversation began is not done."""
+        begun = self._children.get(identity.conversation_of(history.id), ())
         return not history.running and any(
-            child.running or child.tool is not None for child in self._begun_by(history)
+            child.running or child.tool is not None
+            for conversation_id in islice(begun, _LOOKED_AT)
+            for child in self._histories(conversation_id)
         )
 
     def is_taken_up(self, history: History) -> bool:
@@ -71,8 +74,3 @@ class Parents:
             return None
         newest = max(self._histories(parent), key=lambda one: one.last_used_s, default=None)
         return None if newest is None or newest.running or self.waits(newest) else newest
-
-    def _begun_by(self, history: History) -> Iterator[History]:
-        children = self._children.get(identity.conversation_of(history.id), ())
-        for child in islice(children, _LOOKED_AT):
-            yield from self._histories(child)

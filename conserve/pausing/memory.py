@@ -81,8 +81,8 @@ class Memory:
 
     def __post_init__(self) -> None:
         self._caches: dict[str, EngineCache] = {}
-        # Parked histories (None without host memory), and turns that will leave theirs there.
-        self._host: HostMemory | None = None
+        # Parked histories (none without host memory), and turns that will leave theirs there.
+        self._host = HostMemory(0)
         self._parking: set[int] = set()
         self.working = WorkingSet()
         self.prefetches = Prefetches()
@@ -109,26 +109,24 @@ class Memory:
     @property
     def keeps(self) -> bool:
         """Return whether there is host memory, so that any decoder may continue a history."""
-        return self._host is not None
+        return self._host.capacity_tokens > 0
 
     @property
     def parked_tokens(self) -> int:
         """Return how many tokens host memory has, as far as is known."""
-        return 0 if self._host is None else self._host.tokens
+        return self._host.tokens
 
     @property
     def has_host_room(self) -> bool:
         """Whether host memory evicts nothing yet."""
-        return self._host is not None and self._host.oldest_s == -inf
+        return self._host.oldest_s == -inf
 
     def set_host_tokens(self, tokens: int) -> None:
         """Set the room in host memory; 0 means that nothing is parked."""
-        if self._host is not None:
+        if tokens:
             self._host.resize(tokens)
-        if not tokens:
-            self._host = None
-        elif self._host is None:
-            self._host = HostMemory(tokens)
+        else:
+            self._host = HostMemory(0)
 
     def turn_begins(self, history: History, came_s: float | None, now_s: float) -> float | None:
         """Note that a turn begins; return how long before it the history was brought back, if so.
@@ -139,7 +137,7 @@ class Memory:
             wait = self._wait(history)
             policy = self._policy
             gaps = policy.resumes if wait.tool_ended else policy.gaps
-            gaps.returned(came_s - wait.since_s, wait.tool)
+            gaps.add(came_s - wait.since_s, wait.tool)
             self._tools.turn_came(history.id, came_s)
         self.working.add(history.id, _own_tokens(history))
         self.used(history)
@@ -176,14 +174,14 @@ class Memory:
     def parks_on(self, decoder_id: str, now_s: float) -> bool:
         """Return whether turns that begin on a decoder leave their KV in host memory too."""
         cache = self._caches.get(decoder_id)
-        if self._host is None or cache is None:
+        if not self.keeps or cache is None:
             return False
         decoder = self._decoders[decoder_id]
         engine_s, host_s = now_s - cache.oldest_s, now_s - self._host.oldest_s
         return self._policy.parks(decoder.occupancy, engine_s, host_s)
 
     def parks_turn(self, turn_id: int) -> None:
-        if self._host is not None:
+        if self.keeps:
             self._parking.add(turn_id)
 
     def turn_ended(self, history: History, turn_id: int, stats: TurnStats | None) -> None:
@@ -199,7 +197,7 @@ class Memory:
             rested[history.id] = None
         parking = turn_id in self._parking
         self._parking.discard(turn_id)
-        if stats is None or self._host is None:
+        if stats is None or not self.keeps:
             return
         had_tokens = self._host.left_tokens(_key(history))
         tokens = stats.parked_after(had_tokens, parking)
@@ -215,26 +213,22 @@ class Memory:
 
     def parked(self, history: History, tokens: int) -> None:
         """Note that host memory has at least so much of a history, from its beginning on."""
-        if self._host is not None:
+        if self.keeps:
             used_s, shared_tokens = history.last_used_s, history.shared_tokens
             self._host.use(_key(history), tokens, used_s, shared_tokens)
 
     def all_parked(self, histories: Iterable[History]) -> list[Parked]:
         """Return what host memory has of these, for a table that succeeds this one."""
-        if self._host is None:
-            return []
         found = ((one, self._host.left_tokens(_key(one))) for one in histories)
         return [Parked(one.id, one.incarnation, n, one.last_used_s) for one, n in found if n]
 
     def take_over(self, parked: Iterable[Parked]) -> None:
-        if self._host is None:
-            return
         uses = []
         for one in parked:
             history = self._get(one.id)
             if history is not None and history.incarnation == one.incarnation:
                 uses.append((_key(history), one.tokens, one.at_s, history.shared_tokens))
-        if uses:
+        if self.keeps:
             self._host.take_over(uses)
 
     def turns_lost(self, history_id: str, turn_ids: Iterable[int]) -> None:
@@ -253,7 +247,7 @@ class Memory:
         ``kept``: its decoder continues with what it, or host memory, has of it.
         """
         was_on, _ = self._paused_on.pop(history.id, (None, 0))
-        there = 0 if self._host is None else self._host.left_tokens(_key(history))
+        there = self._host.left_tokens(_key(history))
         if was_on is None:
             # Its decoder was lost, or has left.
             self._tell("restore", history, where="reloaded" if kept and there else "unbound")
@@ -281,7 +275,7 @@ class Memory:
         """
         was_on = self.paused_on(history.id) or ""
         decoder, cache = self._decoders.get(was_on), self._caches.get(was_on)
-        if self._host is None or decoder is None or cache is None or decoder.leaving:
+        if decoder is None or cache is None or decoder.leaving:
             return None
         parked, here = self._host.left_tokens(_key(history)), cache.left_tokens(history.id)
         # Most of it is there anyway, or nowhere.
@@ -313,7 +307,7 @@ class Memory:
             self.pause(history, "prefetch")
 
     def expired(self, history: History, now_s: float) -> None:
-        self._policy.gaps.ended(now_s - history.last_used_s, history.tool)
+        self._policy.gaps.add(now_s - history.last_used_s, history.tool, ended=True)
 
     def ended(self, history: History) -> None:
         """Note that a history has ended; decoders that it was on before may forget it."""
@@ -374,7 +368,7 @@ class Memory:
         """Return whether a memory has most of the prompt of a history that is bound nowhere."""
         found = self.found(history_id, NOTHING_SHARED)
         most = max(found.left_tokens, found.parked_tokens)
-        return self._host is not None and 2 * most >= prompt_tokens
+        return self.keeps and 2 * most >= prompt_tokens
 
     def free_tokens(self, now_s: float) -> float:
         """Return how much may be added to the working set, so that a memory can keep all of it.
@@ -382,7 +376,7 @@ class Memory:
         Host memory has what engines hold, too, so the larger of both counts. There is no bound
         without host memory, where those that wait are computed again all the same.
         """
-        if self._host is None or not self._decoders:
+        if not self.keeps or not self._decoders:
             return inf
         self.working.advance(now_s)
         return max(self._engines_tokens(), self._host.capacity_tokens) - self.working.tokens
@@ -395,12 +389,10 @@ class Memory:
 
         It evicts what was used least lately, which would be what has waited longest.
         """
-        host = self._host
         for history in filter(None, map(self._get, waiting)):
             was_on = self.paused_on(history.id) or ""
-            if host is None or was_on not in self._decoders:
-                continue
-            if host.renew(_key(history), _TOUCHED_S, now_s):
+            there = was_on in self._decoders
+            if there and self._host.renew(_key(history), _TOUCHED_S, now_s):
                 self._touched.setdefault(was_on, []).append(history.id)
 
     def take_touched(self, decoder_id: str) -> list[str]:
@@ -424,7 +416,7 @@ class Memory:
     def found(self, history_id: str, shared: Shared) -> Shared:
         """Add to ``shared`` where a history may still be."""
         history = self._get(history_id)
-        if self._host is not None and history is not None and _key(history) in self._host:
+        if history is not None and _key(history) in self._host:
             shared = replace(shared, parked_tokens=self._host.left_tokens(_key(history)))
         was_on, shared_tokens = self._paused_on.get(history_id, ("", 0))
         if history is not None and history.home is not None:
@@ -437,11 +429,11 @@ class Memory:
 
     def lent(self, lenders: Iterable[tuple[History, int]], shared: Shared) -> Shared:
         """Add to ``shared`` what host memory has, or is about to have, of others' beginning."""
-        if (host := self._host) is None:
+        if not self.keeps:
             return shared
         parked_tokens, coming = shared.parked_tokens, None
         for one, tokens in lenders:
-            parked_tokens = max(parked_tokens, min(tokens, host.left_tokens(_key(one))))
+            parked_tokens = max(parked_tokens, min(tokens, self._host.left_tokens(_key(one))))
             found = Coming(one.id, one.prefiller_id or one.home or "", tokens)
             if self.is_coming(found) and (coming is None or tokens > coming.tokens):
                 coming = found
@@ -452,7 +444,7 @@ class Memory:
     def is_coming(self, one: Coming) -> bool:
         """Return whether a prefill that leaves its prompt in host memory is not done yet."""
         history = self._get(one.history_id)
-        if self._host is None or history is None or not history.home or not history.promised:
+        if not self.keeps or history is None or not history.home or not history.promised:
             return False
         if self._host.left_tokens(_key(history)) >= one.tokens:
             return False
@@ -690,8 +682,6 @@ class Memory:
 
     def _parked(self, history: History) -> int:
         host = self._host
-        if host is None:
-            return 0
         # If all that is worked on fits, little of it is evicted before its next turn.
         fits = self.working.tokens <= host.capacity_tokens + self._engines_tokens()
         kept_s = 0.0 if fits else self._policy.kept_s

@@ -44,7 +44,7 @@ class Idle:
         idle_s: since its last turn ended, or its client's last report on a tool (`RunningTools`).
         still_idle: how many others that wait for the same are idle for at least half as long.
         parked_tokens: what is in host memory too, and will be for `Pausing.kept_s`.
-        tool: see `Gaps.returned`.
+        tool: see `Gaps.add`.
         background: whether its turns wait for others'; so pausing it costs less.
         waits: whether it waits for conversations that it began.
         taken_up: whether it has answered the one that began it, for good.

@@ -33,14 +33,6 @@ class Gaps:
         self._all = _Seen()
         self._tools: dict[str, _Seen] = {}
 
-    def returned(self, idle_s: float, tool: str | None = None) -> None:
-        """Note a gap; ``tool`` is empty if the answer called none, None if not known."""
-        self._add(idle_s, tool, ended=False)
-
-    def ended(self, idle_s: float, tool: str | None = None) -> None:
-        """Note that a conversation ended without a turn after ``idle_s``."""
-        self._add(idle_s, tool, ended=True)
-
     def chance(
         self, idle_s: float, within_s: float, still_idle: int = 0, tool: str | None = None
     ) -> float:
@@ -63,7 +55,11 @@ class Gaps:
                 soon, idle = soon + own_soon, idle + own_idle
         return soon / (idle + still_idle)
 
-    def _add(self, idle_s: float, tool: str | None, *, ended: bool) -> None:
+    def add(self, idle_s: float, tool: str | None = None, *, ended: bool = False) -> None:
+        """Note a gap, or that a conversation ``ended`` after it, without a turn.
+
+        ``tool`` is empty if the answer called none, None if not known.
+        """
         self._all.add(idle_s, ended)
         if tool is not None:
             if tool not in self._tools and len(self._tools) >= MOST_TOOLS:

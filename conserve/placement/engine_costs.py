@@ -149,8 +149,8 @@ class StepCosts:
 
     def __init__(self, prior: EngineCosts) -> None:
         self._prior = prior
-        self._decodes = _Fit((prior.step_s, prior.per_sequence_s, prior.per_kv_token_s))
-        self._prefills = _Fit((prior.prefill_constant_s, prior.per_token_s, prior.per_pair_s))
+        self.decodes = _Fit((prior.step_s, prior.per_sequence_s, prior.per_kv_token_s))
+        self.prefills = _Fit((prior.prefill_constant_s, prior.per_token_s, prior.per_pair_s))
         self._share = prior.prefill_share
         self._alone = 0.0
         # Seconds that iterations with images took beyond their other work, and the embeddings.
@@ -164,11 +164,11 @@ class StepCosts:
             self._encoded(step, max(0.0, step.lasted_s - rest_s) / prefills)
         elif not step.new_tokens:
             x = (1.0, step.decodes, step.kv_tokens)
-            self._decodes.add(x, step.lasted_s / decodes, min(step.count, 10))
+            self.decodes.add(x, step.lasted_s / decodes, min(step.count, 10))
         elif not step.decodes:
             self._alone = min(2 * _FIRST, self._alone + step.count)
             x = (1.0, step.new_tokens, step.pairs)
-            self._prefills.add(x, step.lasted_s / prefills, step.count)
+            self.prefills.add(x, step.lasted_s / prefills, step.count)
         elif self.tells(step):
             beside_s, added_s = step.lasted_s - decodes_s, prefills * self.added_s(step)
             if self._alone >= _FIRST:
@@ -177,7 +177,7 @@ class StepCosts:
                 self._share += (1 - _KEEP_ENGINE) * (share - self._share)
             else:
                 x = (0.0, step.new_tokens, step.pairs)
-                self._prefills.add(x, max(0.0, beside_s) / prefills / self._share, step.count)
+                self.prefills.add(x, max(0.0, beside_s) / prefills / self._share, step.count)
 
     def _encoded(self, step: Step, seconds: float) -> None:
         known_s, tokens = self._encoding
@@ -196,34 +196,21 @@ class StepCosts:
         """Return what iterations should take for their decodes alone."""
         if not step.decodes:
             return 0.0
-        return self._decodes.of((1.0, step.decodes, step.kv_tokens))
+        return self.decodes.of((1.0, step.decodes, step.kv_tokens))
 
     def added_s(self, step: Step) -> float:
         """Return what their prefills should take, alone and without the constant."""
-        return self._prefills.of((0.0, step.new_tokens, step.pairs))
+        return self.prefills.of((0.0, step.new_tokens, step.pairs))
 
     def prefills_s(self, step: Step) -> float:
         """Return what their prefills should add to their decodes, or take without any."""
         if step.decodes:
             return self._share * self.added_s(step)
-        return self._prefills.of((1.0, step.new_tokens, step.pairs))
-
-    @property
-    def knows_prefills(self) -> bool:
-        return self._prefills.weight >= _FIRST
-
-    @property
-    def knows_decodes(self) -> bool:
-        return self._decodes.weight >= _FIRST
-
-    @property
-    def prefill_noise(self) -> float:
-        """Return prefills' spread around what they should take, relative to that."""
-        return math.sqrt(self._prefills.noise)
+        return self.prefills.of((1.0, step.new_tokens, step.pairs))
 
     def costs(self) -> EngineCosts:
-        step_s, per_sequence_s, per_kv_token_s = self._decodes.constants
-        constant_s, per_token_s, per_pair_s = self._prefills.constants
+        step_s, per_sequence_s, per_kv_token_s = self.decodes.constants
+        constant_s, per_token_s, per_pair_s = self.prefills.constants
         scale = per_token_s / self._prior.per_token_s
         encoding_s, encoded_tokens = self._encoding
         per_encoded_token_s = scale * self._prior.per_encoded_token_s
@@ -240,7 +227,7 @@ class StepCosts:
             per_cached_token_s=scale * self._prior.per_cached_token_s,
             per_encoded_token_s=per_encoded_token_s,
             prefill_share=self._share,
-            doubt=self._prefills.doubt if self._prefills.weight else self._prior.doubt,
+            doubt=self.prefills.doubt if self.prefills.weight else self._prior.doubt,
         )
 
 
@@ -260,16 +247,16 @@ class EngineStepCosts:
         if starts or step.encoded_tokens:
             pass  # How long an image takes is the least certain part of it.
         elif not step.new_tokens:
-            if kind.knows_decodes:
+            if kind.decodes.weight >= _FIRST:
                 decodes.add(step.lasted_s / kind.decodes_s(step), step.count)
-        elif kind.knows_prefills and (not step.decodes or kind.tells(step)):
+        elif kind.prefills.weight >= _FIRST and (not step.decodes or kind.tells(step)):
             beside_s = step.lasted_s - decodes.value * kind.decodes_s(step)
             prefills.add(beside_s / kind.prefills_s(step), step.count)
         kind.add(step, prefills.value, decodes.value)
 
     def costs(self) -> EngineCosts:
         costs = self._kind.costs().times(self._prefills.value, self._decodes.value)
-        noise = self._kind.prefill_noise
+        noise = math.sqrt(self._kind.prefills.noise)
         own = 0.0
         if self._prefills.weight:
             own = noise**2 / (self._prefills.weight + (noise / _ENGINE_SPREAD) ** 2)

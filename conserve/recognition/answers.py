@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -61,36 +60,6 @@ def events_in(parts: Iterable[bytes]) -> list[bytes]:
     return [line[5:] for line in b"".join(parts).splitlines() if line.startswith(b"data:")]
 
 
-@dataclass(slots=True)
-class _Answer:
-    text: list[str] = field(default_factory=list)
-    calls: dict[int, "_CallParts"] = field(default_factory=lambda: defaultdict(_CallParts))
-    finished: bool = False
-
-    def message(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.text) or None}
-        if self.calls:
-            message["tool_calls"] = [call.tool_call() for _, call in sorted(self.calls.items())]
-        return message
-
-
-@dataclass(slots=True)
-class _CallParts:
-    id: str | None = None
-    name: list[str] = field(default_factory=list)
-    arguments: list[str] = field(default_factory=list)
-
-    def add(self, delta: _ToolCallDelta) -> None:
-        self.id = self.id or delta.id
-        if delta.function is not None:
-            self.name.append(delta.function.name or "")
-            self.arguments.append(delta.function.arguments or "")
-
-    def tool_call(self) -> dict[str, Any]:
-        function = {"name": "".join(self.name), "arguments": "".join(self.arguments)}
-        return {"id": self.id, "type": "function", "function": function}
-
-
 def answers_from_body(body: bytes) -> list[dict[str, Any]]:
     """Return the answers in a chat completion, one message a choice; none in an error."""
     found = read(_BODY, body)
@@ -100,19 +69,37 @@ def answers_from_body(body: bytes) -> list[dict[str, Any]]:
 
 def answers_from_stream(chunks: Iterable[bytes]) -> list[dict[str, Any]]:
     """Return the answers in a streamed chat completion, one message a finished choice."""
-    answers: defaultdict[int, _Answer] = defaultdict(_Answer)
+    deltas: defaultdict[int, list[_Delta]] = defaultdict(list)
+    finished = set()
     for data in events_in(chunks):
         event = read(_CHUNK, data)
         # "[DONE]", and the event at which the stream was cut, are none.
         for choice in () if event is None else event.choices:
-            answer = answers[choice.index]
             if choice.finish_reason is not None:
-                answer.finished = True
-            delta = choice.delta
-            if delta is None:
-                continue
-            if delta.content:
-                answer.text.append(delta.content)
-            for call in delta.tool_calls or ():
-                answer.calls[call.index].add(call)
-    return [answer.message() for _, answer in sorted(answers.items()) if answer.finished]
+                finished.add(choice.index)
+            if choice.delta is not None:
+                deltas[choice.index].append(choice.delta)
+    return [_message(deltas[index]) for index in sorted(finished)]
+
+
+def _message(deltas: Iterable[_Delta]) -> dict[str, Any]:
+    texts: list[str] = []
+    calls: defaultdict[int, list[_ToolCallDelta]] = defaultdict(list)
+    for delta in deltas:
+        texts.append(delta.content or "")
+        for part in delta.tool_calls or ():
+            calls[part.index].append(part)
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or None}
+    if calls:
+        message["tool_calls"] = [_call(parts) for _, parts in sorted(calls.items())]
+    return message
+
+
+def _call(parts: Iterable[_ToolCallDelta]) -> dict[str, Any]:
+    functions = [part.function for part in parts if part.function is not None]
+    function = {
+        "name": "".join(one.name or "" for one in functions),
+        "arguments": "".join(one.arguments or "" for one in functions),
+    }
+    id_ = next((part.id for part in parts if part.id), None)
+    return {"id": id_, "type": "function", "function": function}

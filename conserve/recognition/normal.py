@@ -216,11 +216,7 @@ def _without_thinking(text: str) -> str:
 def _calls(message: Mapping[str, Any]) -> list[Any]:
     """Return the tool calls of a message as [name, arguments] each; or [junk]."""
     given = message.get("tool_calls") or []
-    calls = [_call(call) for call in (given if isinstance(given, _ARRAY) else [given])]
-    legacy = message.get("function_call")
-    if legacy is not None:
-        calls.append(_call({"function": legacy}))
-    return calls
+    return [_call(call) for call in (given if isinstance(given, _ARRAY) else [given])]
 
 
 def _call(call: Any) -> list[Any]:

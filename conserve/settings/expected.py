@@ -101,7 +101,7 @@ def expected(node: Node, name: str) -> str:
 
 def expected_of(name: str) -> str:
     """Return what would be right for the setting of this name."""
-    return expected(_node(name), name)
+    return expected(_found(name.split("."))[1], name)
 
 
 def _instead(location: Sequence[int | str]) -> str:
@@ -162,10 +162,6 @@ def _found(location: Sequence[int | str]) -> tuple[str, Node, tuple[int | str, .
             return ".".join(names), _resolved(node), tuple(location[index:])
         names.append(str(part))
     return ".".join(names), _resolved(node), ()
-
-
-def _node(name: str) -> Node:
-    return _found(name.split("."))[1]
 
 
 def _names(group: Node, prefix: str) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """Examines every node of a Ray cluster, and tries the connections between them."""
 
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +20,7 @@ from hetero.tiers import NodeOffer
 # A node's first worker takes long to import its modules.
 _NODE_TIMEOUT_S = 120.0
 _CONNECT_TIMEOUT_S = 3.0
+_MOST_NODES = 4096
 
 
 def examine_cluster(
@@ -87,10 +87,9 @@ class NodeProbe:
     """An actor that examines the node it is on."""
 
     def __init__(self) -> None:
-        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._listener.bind((ray.util.get_node_ip_address(), 0))
-        self._listener.listen()
-        threading.Thread(target=self._accept, daemon=True).start()
+        # Linux completes connections that nothing has accepted yet, up to the backlog.
+        where = (ray.util.get_node_ip_address(), 0)
+        self._listener = socket.create_server(where, backlog=_MOST_NODES)
 
     def examine(self, settings: Settings, place: Place) -> NodeReport:
         return examine_node(settings, place)
@@ -106,11 +105,6 @@ class NodeProbe:
         except OSError:
             return False
         return True
-
-    def _accept(self) -> None:
-        while True:
-            connection, _ = self._listener.accept()
-            connection.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,20 +74,16 @@ def _requirements(packages: dict[str, Distribution]) -> Iterator[Finding]:
             if name not in PACKAGES or name in ENGINES:
                 continue
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                found = packages[name].version if name in packages else None
-                yield from _misfit(owner, requirement, found)
-
-
-def _misfit(owner: str, requirement: Requirement, version: str | None) -> Iterator[Finding]:
-    wanted = f"{requirement.name}{requirement.specifier}"
-    to_do = f"pip install '{wanted}'"
-    if version is None:
-        yield wrong(owner, f"needs {wanted}, which is not installed", to_do)
-        return
-    # A local version (+cpu, +cu130) is a build of the same version.
-    builds = (version, Version(version).public)
-    if not any(requirement.specifier.contains(one, prereleases=True) for one in builds):
-        yield wrong(owner, f"needs {wanted}, and {version} is installed", to_do)
+                wanted = f"{requirement.name}{requirement.specifier}"
+                seen = "which is not installed"
+                if name in packages:
+                    version = packages[name].version
+                    # A local version (+cpu, +cu130) is a build of the same version.
+                    builds = (version, Version(version).public)
+                    if any(requirement.specifier.contains(one, prereleases=True) for one in builds):
+                        continue
+                    seen = f"and {version} is installed"
+                yield wrong(owner, f"needs {wanted}, {seen}", f"pip install '{wanted}'")
 
 
 @dataclass(frozen=True, slots=True)

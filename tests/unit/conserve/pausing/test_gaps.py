@@ -15,7 +15,7 @@ TIMES_S = st.floats(0, 1e6)
 def gaps_of(seen: list[tuple[bool, float, str | None]]) -> Gaps:
     gaps = Gaps()
     for returned, idle_s, tool in seen:
-        (gaps.returned if returned else gaps.ended)(idle_s, tool)
+        gaps.add(idle_s, tool, ended=not returned)
     return gaps
 
 
@@ -43,9 +43,9 @@ def test_who_ended_did_not_come_back() -> None:
     """Two thirds of chats end after a turn, so most that are idle for a minute never come again."""
     gaps = Gaps()
     for _ in range(100):
-        gaps.returned(3.0)
-        gaps.ended(1800.0)
-        gaps.ended(1800.0)
+        gaps.add(3.0)
+        gaps.add(1800.0, ended=True)
+        gaps.add(1800.0, ended=True)
     assert 0.25 < gaps.chance(0.0, 30) < 0.4
     assert gaps.chance(60.0, 30) < 0.05
 
@@ -54,9 +54,9 @@ def test_who_ended_did_not_come_back() -> None:
 def test_agents_and_tools_change(tool: str | None) -> None:
     gaps = Gaps()
     for _ in range(20_000):
-        gaps.returned(100.0, tool)
+        gaps.add(100.0, tool)
     for _ in range(8_000):
-        gaps.returned(1.0, tool)
+        gaps.add(1.0, tool)
     assert gaps.chance(0.0, 30, tool=tool) > 0.7
 
 
@@ -108,9 +108,9 @@ def test_a_tool_that_was_seen_often_is_judged_by_its_own_gaps() -> None:
     own = [rng.expovariate(1 / 20) for _ in range(400)]
     gaps = Gaps()
     for one in own:
-        gaps.returned(one, "own")
+        gaps.add(one, "own")
         for _ in range(4):
-            gaps.ended(1800.0, "")
+            gaps.add(1800.0, "", ended=True)
     for idle_s in (0.0, 5.0, 20.0):
         back = back_within_30_s(own, idle_s)
         assert abs(gaps.chance(idle_s, 30, tool="own") - back) < 0.08
@@ -121,16 +121,16 @@ def test_a_tool_that_was_seen_often_is_judged_by_its_own_gaps() -> None:
 def test_a_tool_that_was_seen_once_is_still_judged_by_all() -> None:
     gaps = Gaps()
     for _ in range(100):
-        gaps.ended(1800.0, "")
-    gaps.returned(2.0, "bash")
+        gaps.add(1800.0, "", ended=True)
+    gaps.add(2.0, "bash")
     assert gaps.chance(0.0, 30) < gaps.chance(0.0, 30, tool="bash") < 0.3
 
 
 def test_so_many_tools_are_told_apart_and_those_seen_least_are_forgotten() -> None:
     gaps = Gaps()
     for number in range(3000):
-        gaps.returned(2.0, "bash")
-        gaps.returned(500.0, f"made-up-{number}")
+        gaps.add(2.0, "bash")
+        gaps.add(500.0, f"made-up-{number}")
     assert len(gaps._tools) == MOST_TOOLS
     assert gaps.chance(0.0, 30, tool="bash") > 0.95
     # What is left of them is judged by all, nearly.

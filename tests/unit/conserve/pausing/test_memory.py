@@ -537,7 +537,7 @@ def test_a_decoder_that_asks_is_told_once_how_long_to_hold_who_has_come_to_rest(
     idle(table, "before it asked", 100, NOW_S)
     assert memory.take_holds(decoder_id, NOW_S) == []
     for _ in range(200):
-        policy.gaps.returned(5.0)
+        policy.gaps.add(5.0)
     for name in ("rests", "runs", "is told by its client", "is gone"):
         idle(table, name, 100, NOW_S)
     start(table, "runs", 150, NOW_S)

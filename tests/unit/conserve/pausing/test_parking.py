@@ -317,8 +317,6 @@ def test_a_table_made_anew_knows_what_is_parked(
     for history in table.live():
         here = memory_of(new)._host
         before = memory_of(table)._host
-        assert here is not None
-        assert before is not None
         key = f"{history.incarnation} {history.id}"
         # What has moved since may be known by its newest decoder alone.
         if not memory_of(table)._left.get(history.id):

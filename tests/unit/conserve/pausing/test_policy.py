@@ -53,8 +53,8 @@ def test_the_gaps_that_were_seen_decide() -> None:
     """Tools here take two seconds, or minutes: after ten seconds a history is not back soon."""
     gaps = Gaps()
     for _ in range(200):
-        gaps.returned(2.0)
-        gaps.returned(300.0)
+        gaps.add(2.0)
+        gaps.add(300.0)
     policy = Pausing(gaps=gaps)
     fresh, away = idle("fresh", 500, 0.5), idle("away", 2000, 10.0)
     assert order(policy, fresh, away) == ["away", "fresh"]
@@ -69,7 +69,7 @@ def test_where_many_do_not_come_back_nobody_is_waited_for() -> None:
     # Unless many did.
     gaps = Gaps()
     for _ in range(400):
-        gaps.returned(8.0)
+        gaps.add(8.0)
     assert not Pausing(gaps=gaps).is_away(chat)
 
 
@@ -112,9 +112,9 @@ def test_turns_park_where_a_decoder_fills_up_if_host_memory_keeps_it_for_longer(
 def test_to_know_the_tool_keeps_some_and_sends_nobody_away_sooner() -> None:
     gaps = Gaps()
     for _ in range(100):
-        gaps.returned(40.0, "")
-        gaps.returned(1.0, "bash")
-        gaps.returned(1.0)
+        gaps.add(40.0, "")
+        gaps.add(1.0, "bash")
+        gaps.add(1.0)
     by_tool = {tool: Idle("a", 500, 500, 500, 0.0, tool=tool) for tool in ("", "bash", None)}
     policy = Pausing(gaps=gaps)
     # The user will not be back within half a minute; but what if that was no question?
@@ -123,7 +123,7 @@ def test_to_know_the_tool_keeps_some_and_sends_nobody_away_sooner() -> None:
     assert policy.cost(by_tool[""]) < policy.cost(by_tool[None]) < policy.cost(by_tool["bash"])
     # Most that are idle are not expected, but who has called a shell is.
     for _ in range(3000):
-        gaps.ended(1800.0, "")
+        gaps.add(1800.0, "", ended=True)
     assert [policy.is_away(one) for one in by_tool.values()] == [True, False, True]
     assert not policy.is_away(Idle("a", 500, 500, 500, 0.0, tool="", tool_ended=True))
 
@@ -131,7 +131,7 @@ def test_to_know_the_tool_keeps_some_and_sends_nobody_away_sooner() -> None:
 def test_an_engine_holds_until_most_are_back_and_not_at_all_where_few_come() -> None:
     policy = Pausing()
     for number in range(200):
-        policy.gaps.returned(1.0 if number % 20 else 30.0, "shell")
-        policy.gaps.returned(12.0, "search")
-        policy.gaps.ended(1800.0, "")
+        policy.gaps.add(1.0 if number % 20 else 30.0, "shell")
+        policy.gaps.add(12.0, "search")
+        policy.gaps.add(1800.0, "", ended=True)
     assert [policy.hold_s(tool) for tool in ("shell", "search", "")] == [2.0, 16.0, 0.0]

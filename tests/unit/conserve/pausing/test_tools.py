@@ -144,10 +144,10 @@ def a_scene() -> tuple[ConversationTable, Pausing]:
     pausing = Pausing()
     for number in range(500):
         if number % 10:
-            pausing.gaps.ended(1800.0, "")
+            pausing.gaps.add(1800.0, "", ended=True)
         else:
-            pausing.gaps.returned(5000.0, "")
-            pausing.gaps.returned(1.0, "bash")
+            pausing.gaps.add(5000.0, "")
+            pausing.gaps.add(1.0, "bash")
     return a_table(decoders=1, capacity_tokens=250, pausing=pausing), pausing
 
 

@@ -174,12 +174,6 @@ def test_calls_count_by_name_order_and_number() -> None:
     assert len(digests) == len(versions)
 
 
-def test_a_legacy_function_call_is_a_tool_call() -> None:
-    legacy = said(None, function_call={"name": "search", "arguments": '{"q": 1}'})
-    assert same(legacy, called('{"q":1}'))
-    assert not same(legacy, said(None))
-
-
 def test_tool_results_count_by_their_content() -> None:
     result = {"role": "tool", "tool_call_id": "call_1", "name": "search", "content": "3 flights"}
     assert same(result, {"role": "tool", "content": "3 flights", "tool_call_id": "x", "name": "y"})
