@@ -12,9 +12,8 @@ import fcntl
 import json
 import logging
 import os
-import time
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Literal, Self
 
@@ -57,12 +56,8 @@ class Cap:
 class Record:
     """A cap's record on disk: the limit to put back, and those that the owner may have set."""
 
-    uuid: str
     previous_w: float
     caps_w: list[float]
-    owner: str
-    pid: int
-    since_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +148,12 @@ class PowerCaps:
                     raise HasOwner(f"{uuid}: another program set {now_w:g} W since: kept")
                 if old.caps_w == [limit_w]:
                     return now_w
-            record = Record(
-                uuid=uuid,
-                previous_w=old.previous_w if old else now_w,
-                # Keep the old cap, as the process may end before the limit changes.
-                caps_w=[*(old.caps_w if old else []), limit_w],
-                owner=self._owner,
-                pid=os.getpid(),
-                since_s=old.since_s if old else time.time(),
-            )
-            _write(self._directory, record)
+            previous_w = old.previous_w if old else now_w
+            # Keep the old cap, as the process may end before the limit changes.
+            caps_w = [*(old.caps_w if old else []), limit_w]
+            _write(self._directory, uuid, Record(previous_w, caps_w))
             self._nvml.set_limit_w(uuid, limit_w)
-            _write(self._directory, replace(record, caps_w=[limit_w]))
+            _write(self._directory, uuid, Record(previous_w, [limit_w]))
             return self._nvml.limit_w(uuid)
         except BaseException:
             if fresh:
@@ -227,19 +216,20 @@ def _record_path(directory: Path, uuid: str) -> Path:
 def _read(directory: Path, uuid: str) -> Record | None:
     path = _record_path(directory, uuid)
     try:
-        return Record(**json.loads(path.read_text()))
+        found = json.loads(path.read_text())
+        return Record(found["previous_w"], found["caps_w"])
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise CapRefused(
             f"the record {path} cannot be read ({error}): compare the GPU's limit with its "
             "default in `nvidia-smi -q -d POWER`, set it right, and delete the file"
         ) from None
 
 
-def _write(directory: Path, record: Record) -> None:
+def _write(directory: Path, uuid: str, record: Record) -> None:
     """Write a record, which is wholly on disk when this returns."""
-    path = _record_path(directory, record.uuid)
+    path = _record_path(directory, uuid)
     fresh = path.with_suffix(".new")
     with fresh.open("w") as file:
         json.dump(asdict(record), file)

@@ -20,6 +20,10 @@ from conserve.placement.state import (
     shortest_queue,
 )
 
+# A prompt of which a greater share is held nowhere does not start warm: its prefill would hold up
+# the decoder's decodes. Nor does one on a decoder whose occupancy is above the emptiest's by more.
+_MOST_COLD_SHARE, _MOST_UNEVEN = 0.5, 0.5
+
 
 class PlacementPolicy(ABC):
     """A placement policy: it reads observed state and knows no clock.
@@ -89,12 +93,6 @@ class ConversationPlacement(PlacementPolicy):
     prefiller is the one with the fewest tokens still to prefill; later turns' prefills run on the
     decoder. A prompt starts *warm* on the decoder that holds most of it, without a prefiller; a
     paused history goes back to the decoder that should still have it. See README.md.
-
-    Args:
-        most_cold_share: a prompt of which a greater share is held nowhere does not start warm: its
-            prefill would hold up the decoder's decodes.
-        most_uneven: no prompt starts warm on a decoder whose occupancy is above the emptiest's by
-            more.
     """
 
     only_first_prompts = True
@@ -102,8 +100,6 @@ class ConversationPlacement(PlacementPolicy):
     pauses = True
 
     min_remote_prefill_tokens: int = 0
-    most_cold_share: float = 0.5
-    most_uneven: float = 0.5
 
     def place(
         self,
@@ -140,7 +136,7 @@ class ConversationPlacement(PlacementPolicy):
         """Return whether host memory has most of a prompt, and more than any decoder."""
         if shared.parked_tokens <= shared.tokens.get(shared.warm_on or "", 0):
             return False
-        return shared.parked_tokens >= (1 - self.most_cold_share) * prompt_tokens
+        return shared.parked_tokens >= (1 - _MOST_COLD_SHARE) * prompt_tokens
 
     def _near(
         self,
@@ -154,12 +150,12 @@ class ConversationPlacement(PlacementPolicy):
         holder = next((one for one in decoders if one.id == holder_id), None)
         if holder is None:
             return None
-        if holder.occupancy > self.most_uneven + min(one.occupancy for one in decoders):
+        if holder.occupancy > _MOST_UNEVEN + min(one.occupancy for one in decoders):
             return None
         new_tokens = shared.beyond(prompt_tokens, holder.id)
         if cold_tokens is None:
             cold_tokens = new_tokens
-        fits = cold_tokens <= self.most_cold_share * prompt_tokens and holder.has_room(new_tokens)
+        fits = cold_tokens <= _MOST_COLD_SHARE * prompt_tokens and holder.has_room(new_tokens)
         return holder if fits else None
 
 

@@ -1,7 +1,6 @@
 """Checks the ports that settings name, and processes that others can reach."""
 
 import contextlib
-import ipaddress
 import os
 import re
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import Any
 import httpx
 import psutil
 
-from conserve.loopback import is_loopback
+from conserve.loopback import address_of, is_loopback
 from conserve.settings import Settings
 from conserve_cli.doctor.findings import Finding, ok, warning, wrong
 from deployments.node.lmcache_server import SERVER_MODULE, is_free
@@ -122,11 +121,11 @@ def check_listeners(settings: Settings) -> list[Finding]:
 def _is_asked_for(host: str, port: int, settings: Settings) -> bool:
     if port != settings.port:
         return False
-    try:
-        return ipaddress.ip_address(host) == ipaddress.ip_address(settings.host)
-    except ValueError:
-        # A name, or `node` for an engine's own address, is a single address.
-        return settings.host != "localhost" and not ipaddress.ip_address(host).is_unspecified
+    listens, asked = address_of(host), address_of(settings.host)
+    if asked is not None:
+        return listens == asked
+    # A name, or `node` for an engine's own address, is a single address.
+    return settings.host != "localhost" and listens is not None and not listens.is_unspecified
 
 
 def _shown(host: str, port: int) -> str:
