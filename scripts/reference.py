@@ -37,8 +37,8 @@ from deployments.router.access import Access
 from deployments.router.interface import COMPONENTS, PATHS, SCHEMAS
 from deployments.router.operators import DASHBOARD_FILES
 from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS
-from deployments.table.metrics import ANSWERS, BUILD, COUNTER, TABLE, Described, Metrics, Row
-from deployments.table.tenant_metrics import TENANTS, TOKENS
+from deployments.table.metrics import APPLICATION, COUNTER, TABLE, Described, Metrics, Row
+from deployments.table.tenant_metrics import TENANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs/reference"
@@ -109,11 +109,11 @@ def groups() -> dict[str, list[Described]]:
     """Return all metrics, by heading."""
     return {
         "Conversations, turns and handoffs": [*Metrics().described, *_described(TABLE)],
-        "Tenants and tokens": _described((*TOKENS, *TENANTS)),
+        "Tenants and tokens": _described(TENANTS),
         "Engines": _described(ENGINES),
         "Schedulers (`engine_scheduler: conversation`)": _described(SCHEDULERS),
         "GPUs": _described(ENERGY),
-        "The application": _described((*BUILD, *ANSWERS)),
+        "The application": _described(APPLICATION),
     }
 
 

@@ -22,10 +22,10 @@ from conserve.turn import TurnKey, TurnStats
 from conserve.why import noted, why_slow
 from deployments.messages import EngineInfo, TurnPlan
 from deployments.table import lines
-from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS, has_gpus
-from deployments.table.metrics import ANSWERS, BUILD, TABLE, Metrics, Observed, Rows
+from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS
+from deployments.table.metrics import APPLICATION, TABLE, Metrics, Rows
 from deployments.table.registry import Registry
-from deployments.table.tenant_metrics import TENANTS, TOKENS, TenantCounts
+from deployments.table.tenant_metrics import TENANTS, TenantCounts
 from hetero.energy import EnergyBook, EngineEnergy
 
 # Names in the event of a turn's end, and of the record's fields.
@@ -50,34 +50,28 @@ class Accounts:
         unlogged: turns whose clients had all before their decoders have told of the end, and when.
     """
 
-    _table: ConversationTable
-    _admission: Admission
-    _registry: Registry
-    _autoscaler: Autoscaler
-    _events: EventLog
+    table: ConversationTable
+    admission: Admission
+    registry: Registry
+    autoscaler: Autoscaler
+    events: EventLog
     model_id: InitVar[str]
 
     def __post_init__(self, model_id: str) -> None:
         self._energy = EnergyBook()
-        self._costs = SpaceTimeCosts()
-        self._tenants = TenantCounts(self._table.usage)
+        self.costs: SpaceTimeCosts = SpaceTimeCosts()
+        self._tenants = TenantCounts(self.table.usage)
         self.cache = CacheAccount()
         self.recording = Recording()
         self.why: dict[str, str] = {}
         self.unlogged: dict[TurnKey, tuple[float, TurnStats]] = {}
-        observed = Observed(
-            self._table, self._admission, self._registry, self._autoscaler, self._events,
-            self._costs,
-        )  # fmt: skip
         self.metrics = Metrics(
-            Rows(TABLE, observed),
-            Rows(ENGINES, self._registry),
-            Rows(SCHEDULERS, self._registry),
-            Rows(ENERGY, self._energy, has_gpus),
-            Rows(TENANTS, self._tenants, TenantCounts.any),
-            Rows(TOKENS, self._tenants),
-            Rows(BUILD, model_id),
-            Rows(ANSWERS, True),
+            Rows(TABLE, self),
+            Rows(ENGINES, self.registry),
+            Rows(SCHEDULERS, self.registry),
+            Rows(ENERGY, self._energy),
+            Rows(TENANTS, self._tenants),
+            Rows(APPLICATION, model_id),
         )
 
     def render_metrics(self) -> bytes:
@@ -88,8 +82,8 @@ class Accounts:
         if not admitted.newly_bound:
             return
         placement = admitted.placement
-        parent = self._table.parents.parent(identity.conversation_of(admitted.history.id))
-        self._events.add(
+        parent = self.table.parents.parent(identity.conversation_of(admitted.history.id))
+        self.events.add(
             "place", admitted.history.id, decoder=placement.decoder_id,
             prefiller=placement.prefiller_id, tokens=admitted.prompt_tokens,
             new=not admitted.known, moved=admitted.moved or None,
@@ -97,19 +91,19 @@ class Accounts:
         )  # fmt: skip
         self.metrics.moves.inc(admitted.moved)
         if not admitted.known:
-            self._autoscaler.conversation_bound(time.monotonic())
+            self.autoscaler.conversation_bound(time.monotonic())
         if placement.prefiller_id is not None:
-            self._autoscaler.prompt_sent(admitted.prompt_tokens, time.monotonic())
+            self.autoscaler.prompt_sent(admitted.prompt_tokens, time.monotonic())
 
     def waits(self, history_id: str, tokens: int) -> Why:
         """Note that a turn waits for room; returns why it does."""
-        decoders = self._table.accepting_decoders
+        decoders = self.table.accepting_decoders
         missing = min(
             (one.held_tokens + tokens - one.capacity_tokens for one in decoders), default=0
         )
-        ahead, why = self._admission.ahead(history_id, unix_s())
+        ahead, why = self.admission.ahead(history_id, unix_s())
         self._tenants.begins(identity.tenant_of(history_id))
-        self._events.add(
+        self.events.add(
             "wait", history_id, why=why, tokens=tokens, ahead=ahead,
             missing_tokens=max(0, missing), decoders=len(decoders),
         )  # fmt: skip
@@ -117,26 +111,26 @@ class Accounts:
 
     def has_waited(self, turn: TurnKey, wait_s: float, why: Why) -> None:
         """Note that a turn that has just begun had waited for room."""
-        record = self._table.record(turn.turn_id)
+        record = self.table.record(turn.turn_id)
         if record is not None:
             record.room_s, record.room_why = wait_s, why
 
     def window_moved(self) -> None:
-        window = self._admission.window
+        window = self.admission.window
         assert window is not None
-        self._events.add(
+        self.events.add(
             "window", limit=None if window.limit == math.inf else window.limit,
-            active=self._table.active(unix_s()), kv_pressure=round(window.pressure.kv, 3),
+            active=self.table.active(unix_s()), kv_pressure=round(window.pressure.kv, 3),
             cpu_pressure=round(window.pressure.cpu, 3),
             tool_pressure=round(window.pressure.tools, 3),
         )  # fmt: skip
 
     def turned_away(self, history_id: str, code: str) -> None:
-        self._events.add("refuse", history_id, code=code)
+        self.events.add("refuse", history_id, code=code)
         self.metrics.refusals.labels(code).inc()
 
     def turn_begins(self, plan: TurnPlan) -> None:
-        self._events.add(
+        self.events.add(
             "start", plan.turn.history_id, turn=plan.turn.turn_id, decoder=plan.decoder_id,
             prefiller=plan.prefiller_id, later=plan.later or None,
         )  # fmt: skip
@@ -146,37 +140,37 @@ class Accounts:
         self._tenants.begins(identity.tenant_of(plan.turn.history_id))
         now_s = time.monotonic()
         self._energy.run(plan.turn, plan.prefiller_id or plan.decoder_id, now_s)
-        history = self._table.get(plan.turn.history_id)
+        history = self.table.get(plan.turn.history_id)
         if history is not None:
             self.look(plan.decoder_id)
             # Of several turns at once the first has what the history holds.
             tokens = history.held_tokens if len(history.running) == 1 else 0
-            self._costs.begin(plan.turn, plan.decoder_id, tokens, history.last_tokens, now_s)
+            self.costs.begin(plan.turn, plan.decoder_id, tokens, history.last_tokens, now_s)
 
     def turn_ends(self, turn: TurnKey, stats: TurnStats | None = None) -> None:
         """A turn has ended, however it did."""
         engine_id = self._energy.end(turn, time.monotonic())
-        self._costs.end(turn, stats, time.monotonic())
+        self.costs.end(turn, stats, time.monotonic())
         # Without a record the turn began under a table that was lost.
-        known = self._table.record(turn.turn_id) or TurnStats(unbound="unknown")
+        known = self.table.record(turn.turn_id) or TurnStats(unbound="unknown")
         if stats is not None:
             self._tenants.spent(identity.tenant_of(turn.history_id), stats)
             known.merge(stats)
         known.prefill_j += self._energy.prefilled(engine_id, known.engine_prefill_s)
         self.cache.add(turn.history_id, known, unix_s())
-        history = self._table.get(turn.history_id)
+        history = self.table.get(turn.history_id)
         self.recording.note(
             turn, unix_s(), known if known.began_s else stats,
             background=history is not None and history.background,
-            parent=self._table.parents.parent(identity.conversation_of(turn.history_id)),
+            parent=self.table.parents.parent(identity.conversation_of(turn.history_id)),
         )  # fmt: skip
 
     def look(self, decoder_id: str | None = None) -> None:
         """Note how much a decoder holds from now on; None: all of them."""
-        ids = self._table.decoders if decoder_id is None else [decoder_id]
+        ids = self.table.decoders if decoder_id is None else [decoder_id]
         for one in ids:
-            if (decoder := self._table.decoders.get(one)) is not None:
-                self._costs.look(one, decoder.held_tokens, time.monotonic())
+            if (decoder := self.table.decoders.get(one)) is not None:
+                self.costs.look(one, decoder.held_tokens, time.monotonic())
 
     def prefilled(self, plan: TurnPlan, done: TurnStats | None, *, goes_on: bool) -> None:
         """Note that a remote prefill is over; ``done`` is None if it failed.
@@ -185,13 +179,13 @@ class Accounts:
         """
         if goes_on:
             self._energy.run(plan.turn, plan.decoder_id, time.monotonic())
-        self._events.add(
+        self.events.add(
             "prefilled", plan.turn.history_id, turn=plan.turn.turn_id,
             prefiller=plan.prefiller_id, failed=done is None or None,
             tokens=None if done is None else done.prefilled_tokens,
             loaded_tokens=None if done is None else done.prefiller_lmcache_tokens,
         )  # fmt: skip
-        record = self._table.record(plan.turn.turn_id)
+        record = self.table.record(plan.turn.turn_id)
         if record is not None:
             record.remote_prefill_s = max(0.0, unix_s() - record.began_s)
             record.prefill_failed = done is None
@@ -213,7 +207,7 @@ class Accounts:
             self.metrics.cold_prefill_tokens.inc(done.prefilled_tokens)
 
     def advanced(self, turn: TurnKey, stats: TurnStats, decoder_id: str) -> None:
-        self._admission.queue.served(turn.history_id, stats.computed_tokens)
+        self.admission.queue.served(turn.history_id, stats.computed_tokens)
         stats.why = why = why_slow(stats) if stats.began_s else None
         if why is None:
             self.why.pop(turn.history_id, None)
@@ -226,7 +220,7 @@ class Accounts:
             name: round(value, 3) if isinstance(value, float) else value
             for name, value in said.items()
         }
-        self._events.add(
+        self.events.add(
             "end", turn.history_id, turn=turn.turn_id, decoder=decoder_id, **rounded, why=why,
             note=noted(stats),
         )  # fmt: skip
@@ -239,9 +233,9 @@ class Accounts:
         """A turn did not complete; without ``stats``, nothing was done for it."""
         self.why.pop(turn.history_id, None)
         tokens = 0 if stats is None else stats.computed_tokens
-        self._admission.queue.served(turn.history_id, tokens)
+        self.admission.queue.served(turn.history_id, tokens)
         self._log_observed(turn)
-        self._events.add(
+        self.events.add(
             "cut", turn.history_id, turn=turn.turn_id, decoder=decoder_id,
             output_tokens=None if stats is None else stats.output_tokens,
         )  # fmt: skip
@@ -252,10 +246,10 @@ class Accounts:
         self._log(turn, stats)
         if turn is not None:
             if stats.effective_ago_s is not None:
-                ttfet_s = self._table.answered(turn, unix_s() - stats.effective_ago_s)
+                ttfet_s = self.table.answered(turn, unix_s() - stats.effective_ago_s)
             at_s = unix_s() - stats.latency_s
             self.recording.note(turn, unix_s(), stats, at=at_s, ttfet_s=ttfet_s)
-            self._events.add(
+            self.events.add(
                 "answered", turn.history_id, turn=turn.turn_id,
                 outcome=stats.outcome, latency_s=round(stats.latency_s, 4),
                 ttft_s=None if stats.ttft_s is None else round(stats.ttft_s, 4),
@@ -267,7 +261,7 @@ class Accounts:
 
     def _log(self, turn: TurnKey | None, stats: TurnStats) -> None:
         """Write a turn's line, or have that wait for its decoder's report, which tells why."""
-        history = None if turn is None else self._table.get(turn.history_id)
+        history = None if turn is None else self.table.get(turn.history_id)
         if turn is not None and history is not None:
             if stats.outcome == "completed" and history.finished < turn.turn_id:
                 self.unlogged[turn] = time.monotonic(), stats
@@ -290,7 +284,7 @@ class Accounts:
             self._log_observed(turn)
 
     def tool_reported(self, history: History, report: ToolReport, wall_s: float | None) -> None:
-        self._events.add(
+        self.events.add(
             "tool_end" if report.ended else "tool_start", history.id, tool=report.tool,
             call_id=report.call_id, wall_s=None if wall_s is None else round(wall_s, 3),
         )  # fmt: skip
@@ -299,12 +293,12 @@ class Accounts:
         self._tenants.refused(tenant, over.limit)
 
     def ended(self, history: History, reason: str) -> None:
-        self._events.add("ended", history.id, reason=reason)
+        self.events.add("ended", history.id, reason=reason)
         self.why.pop(history.id, None)
         self.metrics.ended.labels(reason).inc()
         last = history.last_turn
         if last is not None:
-            self._autoscaler.conversation_ended(
+            self.autoscaler.conversation_ended(
                 max(0.0, unix_s() - history.created_s), last.prompt_tokens + last.output_tokens
             )
 
@@ -312,13 +306,13 @@ class Accounts:
         """An engine says what its GPUs have used; conversations get their shares of it."""
         taken = self._energy.report(engine.id, engine.role, engine.tier, energy, time.monotonic())
         for (history_id, incarnation), joules in taken.items():
-            self._table.used_energy(history_id, incarnation, joules)
+            self.table.used_energy(history_id, incarnation, joules)
 
     def engine_ready(self, engine: EngineInfo) -> None:
         if engine.hosts:
-            self._costs.add(engine.id, engine.capacity_tokens, time.monotonic())
+            self.costs.add(engine.id, engine.capacity_tokens, time.monotonic())
             self.look(engine.id)
-        self._events.add(
+        self.events.add(
             "engine_ready", engine=engine.id, role=engine.role,
             capacity_tokens=engine.capacity_tokens,
         )  # fmt: skip
@@ -326,11 +320,11 @@ class Accounts:
     def engine_gone(self, engine: EngineInfo, unbound: int, why: str | None = None) -> None:
         """Note that an engine has left, or is lost, and how many histories that unbinds."""
         lost = why is not None
-        self._events.add(
+        self.events.add(
             "engine_lost" if lost else "engine_left", engine=engine.id, role=engine.role, why=why,
             unbound=unbound,
         )  # fmt: skip
         self._energy.remove_engine(engine.id)
-        self._costs.remove(engine.id)
+        self.costs.remove(engine.id)
         if lost:
             self.metrics.engines_lost.labels(engine.role).inc()

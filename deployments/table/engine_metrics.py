@@ -28,9 +28,9 @@ def _text_tokens(registry: Registry) -> Samples:
 
 
 def _slots(read: Callable[[EngineInfo], int]) -> Callable[[Registry], Samples]:
-    return lambda registry: (
-        [(one.id, one.role, read(one)) for one in registry.infos if one.sm_slots] or None
-    )
+    return lambda registry: [
+        (one.id, one.role, read(one)) for one in registry.infos if one.sm_slots
+    ]
 
 
 def _scheduler(
@@ -53,7 +53,7 @@ def _scheduler(
                 continue
             by_key = value.items() if isinstance(value, dict) else enumerate(value)
             found += [(engine_id, key, one) for key, one in by_key]
-        return found or None
+        return found
 
     labels = ("engine", label) if label else ("engine",)
     return Row(kind, f"conserve_engine_{name}", help, labels, samples)
@@ -161,11 +161,6 @@ SCHEDULERS: tuple[Row[Registry], ...] = (
 # --- energy ---------------------------------------------------------------------------------------
 
 
-def has_gpus(book: EnergyBook) -> bool:
-    """Return whether any engine has told of its GPUs."""
-    return bool(book.engines or book.joules)
-
-
 def _each_gpu(book: EnergyBook) -> Iterable[tuple[GpuReading, tuple[str, str, str]]]:
     """Return each GPU once, with its labels; of engines that share it, the first has it."""
     gpus = {
@@ -208,7 +203,10 @@ ENERGY: tuple[Row[EnergyBook], ...] = (
     Row(
         GAUGE, "conserve_gpu_energy_integrated",
         "1 where a GPU has no energy counter, so that power samples were integrated.",
-        (), lambda book: any(one.latest.integrated for one in book.engines.values()),
+        (),
+        lambda book: (
+            any(one.latest.integrated for one in book.engines.values()) if book.engines else None
+        ),
     ),
     Row(
         COUNTER, "conserve_computed_tokens",

@@ -1,34 +1,33 @@
 """The metrics of `/metrics`, which the conversation table's process has.
 
-`Metrics` declares those that are counted as things happen. `TABLE` and `BUILD` declare those that
-are read from state at each scrape; `engine_metrics` has those of engines, `tenant_metrics` those of
-tenants. `python -m scripts.reference` writes all of them into docs/reference/metrics.md.
+`Metrics` declares those that are counted as things happen. `TABLE` and `APPLICATION` declare those
+that are read from state at each scrape; `engine_metrics` has those of engines, `tenant_metrics`
+those of tenants. `python -m scripts.reference` writes all of them into docs/reference/metrics.md.
 """
 
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from autoscale.autoscaler import Autoscaler
-from conserve.admission.admission import WHYS, Admission
+from conserve.admission.admission import WHYS
 from conserve.clock import unix_s
-from conserve.conversations import ConversationTable
-from conserve.costs import SpaceTimeCosts
-from conserve.events import KINDS, EventLog
+from conserve.events import KINDS
 from conserve.pausing.memory import PAUSE_REASONS, RESTORES, Memory
 from conserve.pausing.prefetch import OUTCOMES
 from conserve.turn import Outcome, TurnStats
 from conserve.versions import installed
 from conserve.wire import Role
 from deployments.table.refusals import QUEUE_REASONS
-from deployments.table.registry import Registry
 from deployments.table_client import TABLE_UP
+
+if TYPE_CHECKING:
+    from deployments.table.accounts import Accounts
 
 _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _TBT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -234,8 +233,8 @@ class Metrics:
 # --- metrics that are read from state -------------------------------------------------------------
 
 _State = TypeVar("_State")
-# A number, or for each sample its labels' values and then its number. None: leave the metric out,
-# or the sample whose number it is.
+# A number, or for each sample its labels' values and then its number. A sample whose number is None
+# is left out, and so is a metric without samples.
 Samples = float | Iterable[tuple[Any, ...]] | None
 
 
@@ -257,69 +256,57 @@ class Row(Generic[_State]):
 
 @dataclass(eq=False)
 class Rows(Collector, Generic[_State]):
-    """Rows, and the state that they are read from; all are left out unless ``if_any(state)``."""
+    """Rows, and the state that they are read from."""
 
     rows: Sequence[Row[_State]]
     state: _State
-    if_any: Callable[[_State], bool] = lambda _: True
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        for row in self.rows if self.if_any(self.state) else ():
+        for row in self.rows:
             samples = row.read(self.state)
-            if samples is None:
-                continue
             family = row.kind(row.name, row.help, labels=row.labels)
-            for *labels, value in [(samples,)] if isinstance(samples, int | float) else samples:
+            if samples is None or isinstance(samples, int | float):
+                samples = [(samples,)]
+            for *labels, value in samples:
                 if value is not None:
                     family.add_metric([str(label) for label in labels], value)
-            yield family
+            if family.samples:
+                yield family
 
 
 GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """The conversation table's state, from which most metrics are read."""
-
-    table: ConversationTable
-    admission: Admission
-    registry: Registry
-    autoscaler: Autoscaler
-    events: EventLog
-    costs: SpaceTimeCosts
-
-
-def _phases(seen: Observed) -> Samples:
+def _phases(seen: "Accounts") -> Samples:
     table = seen.table
     bound = sum(one.conversations for one in table.decoders.values())
     acting = bound - table.reasoning
     return [("reasoning", table.reasoning), ("acting", acting), ("paused", len(table) - bound)]
 
 
-def _memory(read: Callable[[Memory], Samples]) -> Callable[[Observed], Samples]:
+def _memory(read: Callable[[Memory], Samples]) -> Callable[["Accounts"], Samples]:
     return lambda seen: None if seen.table.memory is None else read(seen.table.memory)
 
 
-def _waiting(seen: Observed) -> Samples:
+def _waiting(seen: "Accounts") -> Samples:
     counts = Counts(why for _, why in seen.admission.waiting(unix_s()))
     return [(why, counts[why]) for why in WHYS]
 
 
-def _needed(seen: Observed) -> Samples:
+def _needed(seen: "Accounts") -> Samples:
     needs = ((role, wanted.need) for role, wanted in seen.autoscaler.wanted.items())
     return [(role, need.signal, need.replicas) for role, need in needs if need is not None]
 
 
-def _living(seen: Observed) -> Samples:
+def _living(seen: "Accounts") -> Samples:
     counts = ((role, *seen.registry.living_and_leaving(role)) for role in seen.autoscaler.wanted)
     return [(role, living - leaving) for role, living, leaving in counts]
 
 
-def _costs(seen: Observed) -> Samples:
+def _costs(seen: "Accounts") -> Samples:
     return [
         (decoder_id, term, cost)
         for decoder_id in seen.costs.decoders
@@ -327,7 +314,7 @@ def _costs(seen: Observed) -> Samples:
     ]
 
 
-TABLE: tuple[Row[Observed], ...] = (
+TABLE: tuple[Row["Accounts"], ...] = (
     Row(
         GAUGE, "conserve_conversations", "Live histories of conversations, by phase.",
         ("phase",), _phases,
@@ -463,12 +450,12 @@ TABLE: tuple[Row[Observed], ...] = (
 )  # fmt: skip
 
 
-BUILD: tuple[Row[str], ...] = (
+APPLICATION: tuple[Row[str], ...] = (
     Row(
         GAUGE, "conserve_build_info", "1, with the versions that run and the model's name.",
         ("version", "vllm", "lmcache", "ray", "model"),
         lambda model: [(*(found or "" for found in installed().values()), model, 1)],
     ),
+    # A router answers 0 itself where the table does not answer a scrape.
+    Row(GAUGE, *TABLE_UP, (), lambda _: 1),
 )  # fmt: skip
-# A router answers 0 itself where the table does not answer a scrape.
-ANSWERS: tuple[Row[bool], ...] = (Row(GAUGE, *TABLE_UP, (), int),)

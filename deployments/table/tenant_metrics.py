@@ -90,9 +90,6 @@ class TenantCounts:
             self._named.add(tenant)
         return tenant
 
-    def any(self) -> bool:
-        return bool(self.usage.tenants() or self.turns or self.refusals)
-
 
 def _usage(read: Callable[[TenantUsage], int]) -> Callable[[TenantCounts], Samples]:
     def samples(tenants: TenantCounts) -> Samples:
@@ -105,6 +102,14 @@ def _usage(read: Callable[[TenantUsage], int]) -> Callable[[TenantCounts], Sampl
 
 
 TENANTS: tuple[Row[TenantCounts], ...] = (
+    Row(
+        COUNTER, "conserve_tokens",
+        "Tokens of turns that have ended, by tenant (empty without keys): prompt tokens that "
+        "engines computed (computed) or found in a cache (cached), and the longest choices "
+        "(output).",
+        ("tenant", "kind"),
+        lambda tenants: [(*key, count) for key, count in tenants.tokens.items()],
+    ),
     Row(
         GAUGE, "conserve_tenant_running_turns", "Running turns, by tenant.",
         ("tenant",), _usage(lambda usage: usage.turns),
@@ -133,16 +138,5 @@ TENANTS: tuple[Row[TenantCounts], ...] = (
         "Turns refused because of a tenant's limit, by tenant and limit.",
         ("tenant", "limit"),
         lambda tenants: [(*key, count) for key, count in tenants.refusals.items()],
-    ),
-)  # fmt: skip
-# Also without keys.
-TOKENS: tuple[Row[TenantCounts], ...] = (
-    Row(
-        COUNTER, "conserve_tokens",
-        "Tokens of turns that have ended, by tenant (empty without keys): prompt tokens that "
-        "engines computed (computed) or found in a cache (cached), and the longest choices "
-        "(output).",
-        ("tenant", "kind"),
-        lambda tenants: [(*key, count) for key, count in tenants.tokens.items()],
     ),
 )  # fmt: skip

@@ -212,7 +212,7 @@ async def _everything_at_once(seed: int, close: bool) -> None:
     assert [one.id for one in live if one.running] == []
     assert set(service._table.tools._reported) <= {one.id for one in live}
     # Costs have an end of every turn, and of every decoder.
-    costs = service._accounts._costs
+    costs = service._accounts.costs
     assert not costs._turns
     assert set(costs.decoders) == set(service._table.decoders)
     for name, usage in service._table.usage.tenants().items():

@@ -7,16 +7,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from autoscale.autoscaler import Autoscaler
 from conserve.admission import Admission, Pressure, Ticket, Window
 from conserve.conversations import ConversationTable
-from conserve.costs import SpaceTimeCosts
 from conserve.events import EventLog
 from conserve.pausing import Pausing, ToolReport
 from conserve.placement import ConversationPlacement
 from conserve.tenants import UsageBook
 from conserve.turn import TurnStats
+from deployments.table.accounts import Accounts
 from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS
-from deployments.table.metrics import ANSWERS, BUILD, TABLE, Metrics, Observed, Rows
+from deployments.table.metrics import APPLICATION, TABLE, Rows
 from deployments.table.registry import Registry
-from deployments.table.tenant_metrics import NAMED_TENANTS, TENANTS, TOKENS, TenantCounts
+from deployments.table.tenant_metrics import NAMED_TENANTS, TENANTS, TenantCounts
 
 # A name without one of these counts things; things that are counted are named in the plural.
 UNITS = (
@@ -40,15 +40,11 @@ class Scene:
         self.queue = admission.queue
         self.registry = Registry(self.table, 0.0)
         self.autoscaler = Autoscaler({}, {"decoder": 3}, None, window_s=60)
-        observed = Observed(
-            self.table,
-            admission,
-            self.registry,
-            self.autoscaler,
-            EventLog(lambda: 0.0),
-            SpaceTimeCosts(),
+        events = EventLog(lambda: 0.0)
+        accounts = Accounts(
+            self.table, admission, self.registry, self.autoscaler, events, "a-model"
         )
-        self.metrics = Metrics(Rows(TABLE, observed), Rows(ENGINES, self.registry))
+        self.metrics = accounts.metrics
 
     def families(self) -> dict[str, Metric]:
         text = self.metrics.render().decode()
@@ -79,7 +75,7 @@ def test_every_family_is_explained_and_named_for_its_unit(scene: Scene) -> None:
         assert family.documentation.endswith("."), name
         assert family.type in ("counter", "gauge", "histogram"), name
         assert name.endswith(UNITS + COUNTED), name
-    rows = (*TABLE, *ENGINES, *SCHEDULERS, *ENERGY, *TENANTS, *TOKENS, *BUILD, *ANSWERS)
+    rows = (*TABLE, *ENGINES, *SCHEDULERS, *ENERGY, *TENANTS, *APPLICATION)
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:
         assert row.name.startswith("conserve_")
@@ -162,7 +158,7 @@ def samples(rows: Rows[TenantCounts]) -> dict[tuple[str, ...], float]:
 def test_metrics_name_so_many_tenants_and_sum_the_others_up() -> None:
     book = UsageBook()
     metrics = TenantCounts(book)
-    rows = Rows(TENANTS, metrics, TenantCounts.any)
+    rows = Rows(TENANTS, metrics)
     assert not list(rows.collect())
     for number in range(NAMED_TENANTS + 5):
         book.tenant(f"t{number}").held_tokens = 10
@@ -182,7 +178,7 @@ def test_metrics_name_so_many_tenants_and_sum_the_others_up() -> None:
 def test_tokens_are_counted_by_tenant_and_by_where_they_came_from() -> None:
     """What a prefiller has computed for a turn is no cache's merit, though its decoder loads it."""
     counts = TenantCounts(UsageBook())
-    rows = Rows(TOKENS, counts)
+    rows = Rows(TENANTS[:1], counts)
     counts.begins("acme")
     assert samples(rows)["conserve_tokens_total", "acme", "output"] == 0
     counts.prefilled("acme", 300)
