@@ -72,6 +72,7 @@ class ModelShape:
     kv: tuple[KvLayers, ...]
     latent: bool  # Whether attention is latent (MLA), so that workers do not divide its KV.
     value_bytes: int
+    hidden: int
     step_width: int  # The most values of a token within a layer at a time.
     vocabulary: int
     max_model_len: int | None
@@ -174,6 +175,7 @@ def shape_of(
         kv=kv,
         latent=latent,
         value_bytes=value_bytes,
+        hidden=hidden,
         step_width=_step_width(own, hidden, heads, kv_heads, head_values),
         vocabulary=_number(own, "vocab_size"),
         max_model_len=_first(own, _LENGTHS),
