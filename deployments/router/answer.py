@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from conserve.apis import form_of, is_dialogue
 from conserve.errors import ApiError
 from conserve.turn import TurnStats
 from deployments.router.errors import RawHeaders, refuse
-from deployments.router.upstream import END_OF_EVENT, StreamRecord
+from deployments.router.upstream import StreamRecord
 
 # Proxies close a connection that is silent for a while: nginx and AWS's load balancers after 60 s.
 _SILENCE_S = 15.0
@@ -131,20 +130,16 @@ class RelayedAnswer:
     async def _relay_stream(
         self, response: aiohttp.ClientResponse, own_headers: RawHeaders
     ) -> None:
-        ending: deque[bytes] = deque(maxlen=3)
         last_s = 0.0
         record, form = self.record, self._form
-        if record is not None:
-            record.resume()
-        async for part in response.content.iter_any():
-            if record is not None:
-                part = record.take(part)
-                if record.error is not None:
-                    break
-                if not part:
-                    continue
-            elif not self.started and part.startswith(form.error):
-                raise StreamBroken(part.partition(END_OF_EVENT)[0] + END_OF_EVENT)
+        assert record is not None
+        record.resume()
+        async for came in response.content.iter_any():
+            part = record.take(came)
+            if record.error is not None:
+                break
+            if not part:
+                continue
             now_s = time.perf_counter()
             self.started = True
             self._events += part.count(b"\n\n")
@@ -158,17 +153,15 @@ class RelayedAnswer:
                     self.tbt_s += [(now_s - last_s) / outputs] * outputs
                 last_s = now_s
             self._calls_tool = self._calls_tool or form.tool_call in part
-            ending.append(part)
             await self._write(part, own_headers)
-        if record is not None:
-            self.stats = record.stats
-            goes_on = record.can_resume or not self.started
-            if not record.done and (goes_on or record.error):
-                raise StreamBroken(record.error)
+        self.stats = record.stats
+        goes_on = record.can_resume or not self.started
+        if not record.done and (goes_on or record.error):
+            raise StreamBroken(record.error)
         await self._write(b"", own_headers, more=False)
         # Nothing may be awaited after that: the server takes the exchange for over, and the turn
         # would count as one whose client has left.
-        if form.error in b"".join(ending):
+        if record.failed:
             raise AnsweredWithError
         self.effective = is_dialogue(self._path) and not self._calls_tool
 

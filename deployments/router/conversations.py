@@ -46,12 +46,12 @@ class Conversations:
         ]
 
     async def _list(self, request: Request) -> Response:
-        limit = _number(request, "limit", 1000, _LISTED_AT_MOST)
+        limit = number(request, "limit", 1000, _LISTED_AT_MOST)
         listed = await self._table.conversations(limit, _tenants(request))
         return Response(listed, media_type="application/json")
 
     async def _cache(self, request: Request) -> Response:
-        minutes = _number(request, "minutes", MOST_MINUTES, MOST_MINUTES)
+        minutes = number(request, "minutes", MOST_MINUTES, MOST_MINUTES)
         return answer_response(
             await (self._one(request) if "model" in request.query_params else self._table).cache(
                 minutes, _tenants(request)
@@ -59,7 +59,7 @@ class Conversations:
         )
 
     async def _recording(self, request: Request) -> Response:
-        after = _number(request, "after", 0, 10**MOST_DIGITS - 1, least=0)
+        after = number(request, "after", 0, 10**MOST_DIGITS - 1, least=0)
         return answer_response(await self._one(request).recording(after, _tenants(request)))
 
     def _one(self, request: Request) -> TableClient:
@@ -107,7 +107,8 @@ def conversation_id(request: Request) -> str:
     return identity.scoped(_tenant(request), request.path_params["id"])
 
 
-def _number(request: Request, name: str, default: int, most: int, least: int = 1) -> int:
+def number(request: Request, name: str, default: int, most: int, least: int = 1) -> int:
+    """Return the number that a request's query gives, or the default; raises `ApiError`."""
     text = request.query_params.get(name, str(default))
     # Only ASCII's digits, and few: `isdigit` holds of "²" too, and `int` refuses thousands.
     plain = text.isascii() and text.isdigit() and len(text) <= len(str(most))

@@ -39,7 +39,6 @@ _METHODS = "GET, POST, DELETE"
 _PREFLIGHT_S = 7200
 _ASKED_HEADERS = "access-control-request-headers"
 _ASKED_METHOD = "access-control-request-method"
-_ASKED_NETWORK = "access-control-request-private-network"
 _FOREIGN_PAGE = "conserve.foreign_page"
 
 
@@ -171,8 +170,6 @@ def _preflight(origin: str, headers: Headers) -> Response:
     if _ASKED_HEADERS in headers:
         # Conversations and hints have many headers, and `*` would not cover keys.
         allowed["Access-Control-Allow-Headers"] = headers[_ASKED_HEADERS]
-    if headers.get(_ASKED_NETWORK) == "true":
-        allowed["Access-Control-Allow-Private-Network"] = "true"
     response = Response(status_code=204, headers=allowed)
     response.raw_headers += _cors_headers(origin)
     return response

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import hashlib
 import json
 import math
 import time
@@ -14,7 +13,13 @@ import msgspec
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import (
+    FileResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 
 from conserve import identity
@@ -316,14 +321,10 @@ _HEADERS = {
 
 
 class Dashboard:
-    """Serves a static page that listens to ``GET /v1/events``; its files are read once.
+    """Serves a static page that listens to ``GET /v1/events``.
 
     The page has no data in it, so it needs no key. What it asks for does.
     """
-
-    def __init__(self) -> None:
-        names = ("index.html", *DASHBOARD_FILES)
-        self._files = {name: (_FOLDER / name).read_bytes() for name in names}
 
     def routes(self) -> list[Route]:
         """Return the page's paths."""
@@ -332,16 +333,11 @@ class Dashboard:
         ]
 
     async def _serve(self, request: Request) -> Response:
-        name = request.path_params.get("file", "index.html")
-        if name not in self._files or request.url.path not in DASHBOARD_PATHS:
+        if request.url.path not in DASHBOARD_PATHS:
             raise HTTPException(404)
+        name = request.path_params.get("file", "index.html")
         if name == "index.html" and request.scope.get("raw_path", b"").endswith(b"/"):
             # The page's links lead from the path without a slash, whatever a proxy puts before it.
             return RedirectResponse(f"..{DASHBOARD}")
-        content, kind = self._files[name], _TYPES[name.rpartition(".")[2]]
-        tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-        headers = {**_HEADERS, "etag": tag}
-        known = request.headers.get("if-none-match", "").split(",")
-        if tag in (one.strip().removeprefix("W/") for one in known):
-            return Response(status_code=304, headers=headers)
-        return Response(content, media_type=kind, headers=headers)
+        kind = _TYPES[name.rpartition(".")[2]]
+        return FileResponse(_FOLDER / name, media_type=kind, headers=_HEADERS)

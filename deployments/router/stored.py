@@ -21,6 +21,7 @@ from conserve.media import Lifted
 from conserve.settings import Settings
 from deployments import answers
 from deployments.router.access import tenant_of
+from deployments.router.conversations import number
 from deployments.router.errors import answer_response
 from deployments.router.reading import lifted_text, most_bytes, understood
 from deployments.router.upstream import EngineUnreachable, Upstream
@@ -33,7 +34,6 @@ PREVIOUS = "previous_response_id"
 # A response is kept with its history, so the newest has the items of the others. A history that was
 # edited again and again may need several.
 _MOST_LOOKED_UP = 16
-_LIMIT = re.compile("[1-9][0-9]?|100", re.ASCII)
 
 
 @dataclass(eq=False)
@@ -156,14 +156,12 @@ class StoredResponses:
     async def input_items(self, request: Request) -> Response:
         """``GET /v1/responses/{id}/input_items``."""
         query = request.query_params
-        limit, order = query.get("limit", "20"), query.get("order", "desc")
-        if not _LIMIT.fullmatch(limit):
-            raise ApiError(400, "limit must be a number from 1 to 100", param="limit")
+        limit, order = number(request, "limit", 20, 100), query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise ApiError(400, "order must be asc or desc", param="order")
         lifted = Lifted(b"")
         found = await self._require(request, lifted)
-        asked = (request.path_params["id"], query.get("after"), int(limit), order == "desc")
+        asked = (request.path_params["id"], query.get("after"), limit, order == "desc")
         page = await understood(lifted, _page, found, *asked, more=_size(found))
         return Response(lifted.put_back(page), media_type="application/json")
 

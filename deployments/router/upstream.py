@@ -225,6 +225,7 @@ class StreamRecord:
         notes: of all events passed on, as they came.
         request_id: vLLM's, as events name it; None before the first.
         error: the event by which the engine ended the stream, which was not passed on.
+        failed: whether an error by which the engine ended it was passed on.
         done: whether the stream came to its end.
         stats: its decoder's record of the turn, which comes with the end.
         continues: whether another decoder may go on with it.
@@ -236,6 +237,7 @@ class StreamRecord:
         self.notes = bytearray()
         self.request_id: str | None = None
         self.error: bytes | None = None
+        self.failed = False
         self.done = False
         self._path = path
         self._form = apis.form_of(path)
@@ -285,6 +287,7 @@ class StreamRecord:
             if self.can_resume or not self._passed:
                 self.error = event + END_OF_EVENT
                 return b""
+            self.failed = True
         self.done = event.startswith(self._form.ends)
         if self._skip:
             self._skip -= 1

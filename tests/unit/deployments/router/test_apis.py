@@ -28,7 +28,7 @@ from deployments.messages import Checked
 from deployments.router import answer
 from deployments.router.request import ClientRequest
 from deployments.router.stored import StoredResponses
-from deployments.router.upstream import EngineUnreachable
+from deployments.router.upstream import EngineUnreachable, StreamRecord
 from deployments.table_client import TableUnavailable
 from tests.unit.conserve.recognition.apis.told import event
 from tests.unit.deployments import asgi
@@ -687,7 +687,7 @@ def test_times_are_those_of_output(
 
     theirs = Answer(parts)
     monkeypatch.setattr(answer, "time", theirs)
-    seen = answer.RelayedAnswer(path, 0.0, send)
+    seen = answer.RelayedAnswer(path, 0.0, send, StreamRecord(path))
     asyncio.run(seen.relay(theirs, []))  # type: ignore[arg-type]
     assert b"".join(sent) == b"".join(parts)
     assert seen.ttft_s == first
@@ -698,7 +698,7 @@ def test_times_are_those_of_output(
 def test_a_call_counts_though_another_engine_has_ended_the_stream() -> None:
     async def send(message: Any) -> None: ...
 
-    seen = answer.RelayedAnswer(MESSAGES, 0.0, send)
+    seen = answer.RelayedAnswer(MESSAGES, 0.0, send, StreamRecord(MESSAGES))
     call = event("content_block_start", content_block={"type": "tool_use"})
     rest = event("message_delta") + event("message_stop")
     for parts in ([event("message_start"), call], [rest]):
@@ -712,8 +712,9 @@ async def test_a_stream_that_has_begun_ends_with_an_error_of_its_api() -> None:
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))
 
-    relayed = answer.RelayedAnswer(RESPONSES, 0.0, send)
-    await relayed.relay(Answer([event("response.created")]), [])  # type: ignore[arg-type]
+    relayed = answer.RelayedAnswer(RESPONSES, 0.0, send, StreamRecord(RESPONSES))
+    with pytest.raises(answer.StreamBroken):
+        await relayed.relay(Answer([event("response.created")]), [])  # type: ignore[arg-type]
     lost = ApiError(503, "lost", "engine_lost")
     await relayed.end_with(lost, [])
     # Its event is the second.
