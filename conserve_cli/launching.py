@@ -51,10 +51,9 @@ def given(arguments: list[str] | None, config: Path | None) -> list[str]:
 def settings_from(arguments: list[str]) -> Settings:
     """Return the settings that these arguments give, or end the command with status 2."""
     pairs = [argument.partition("=") for argument in arguments]
-    bad = [one for one, (name, equals, _) in zip(arguments, pairs, strict=True)
-           if not (name and equals)]  # fmt: skip
-    if bad:
-        refuse(f"{bad[0]!r} is not a setting; write name=value.")
+    for given_as, (name, equals, _) in zip(arguments, pairs, strict=True):
+        if not (name and equals):
+            refuse(f"{given_as!r} is not a setting; write name=value.")
     try:
         return load({name: value for name, _, value in pairs})
     except SettingsError as error:

@@ -1,7 +1,7 @@
 """Examines every node of a Ray cluster, and tries the connections between them."""
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,12 +99,15 @@ class NodeProbe:
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
-    def reaches(self, host: str, port: int) -> bool:
-        try:
-            socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()
-        except OSError:
-            return False
-        return True
+    def misses(self, listeners: Mapping[str, tuple[str, int]]) -> tuple[str, ...]:
+        """Return the nodes to which this one cannot open a connection."""
+        missed = []
+        for name, where in listeners.items():
+            try:
+                socket.create_connection(where, _CONNECT_TIMEOUT_S).close()
+            except OSError:
+                missed.append(name)
+        return tuple(missed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +141,11 @@ def _silent(node: str, error: Exception) -> Finding:
 def _between(answered: Sequence[tuple[_Node, NodeReport]]) -> list[Comparable]:
     """Add the nodes that each node cannot reach."""
     asked = [node.probe.listens.remote() for node, _ in answered]
-    listeners = ray.get(asked, timeout=_NODE_TIMEOUT_S)
-    facts = []
-    for index, (node, report) in enumerate(answered):
-        others = [place for place in range(len(listeners)) if place != index]
-        tries = [node.probe.reaches.remote(*listeners[other]) for other in others]
-        reached = ray.get(tries, timeout=_NODE_TIMEOUT_S + _CONNECT_TIMEOUT_S * len(tries))
-        unreachable = [
-            answered[other][0].offer.name
-            for other, there in zip(others, reached, strict=True)
-            if not there
-        ]
-        facts.append(replace(report.facts, unreachable=tuple(unreachable)))
-    return facts
+    where = ray.get(asked, timeout=_NODE_TIMEOUT_S)
+    listeners = {node.offer.name: at for (node, _), at in zip(answered, where, strict=True)}
+    tries = [node.probe.misses.remote(listeners) for node, _ in answered]
+    missed = ray.get(tries, timeout=_NODE_TIMEOUT_S + _CONNECT_TIMEOUT_S * len(tries))
+    return [
+        replace(report.facts, unreachable=names)
+        for (_, report), names in zip(answered, missed, strict=True)
+    ]
