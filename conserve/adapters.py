@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 CONFIG = "adapter_config.json"
-# An engine has as many in its host memory, without an operator's `engine.max_cpu_loras`.
-KEPT = 32
 # As many may run in one step; each takes room beside the model's weights.
 _LEAST_SLOTS, _MOST_SLOTS = 4, 16
 # vLLM's ``MaxLoRARanks``, and its default: one that comes later may have as much.
@@ -121,14 +119,12 @@ def with_adapters(settings: "Settings") -> "Settings":
         "enable_lora": True,
         "max_lora_rank": next((one for one in _RANKS if one >= rank), rank),
         "max_loras": min(max(_LEAST_SLOTS, len(folders)), _MOST_SLOTS),
-        "max_cpu_loras": KEPT,
+        "max_cpu_loras": 32,
     }
     return settings.model_copy(update={"engine": needed | settings.engine})
 
 
 class AdapterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of the file."""
-
     version: Literal[1]
     adapters: list[Adapter]
 

@@ -434,8 +434,7 @@ class TableService(Table):
         lack = self._others if now_s - self._others_told_s <= SILENCE_S else NO_LACK
         autoscaler.pays_after_s = registry.start_s or autoscaler.pays_after_s
         used_tokens = self._table.used_tokens(unix_s() - autoscaler.pays_after_s)
-        leaving = {role: leaving for role, (_, leaving) in counts.items()}
-        return Others(lack, used_tokens, leaving)
+        return Others(lack, used_tokens, {role: leaving for role, (_, leaving) in counts.items()})
 
     async def _router_lost(self, router_id: str) -> None:
         self._registry.remove_router(router_id)
