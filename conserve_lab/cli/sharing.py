@@ -8,13 +8,14 @@ from rich.console import Console
 from rich.table import Table
 
 from autoscale.capacity.profile import load_profile
-from conserve.settings import load
+from conserve.settings import Settings, load
 from conserve_lab.records import Script
 from conserve_lab.report import seconds
 from conserve_lab.simulate.run import EngineCounts, make_system
 from conserve_lab.simulate.sharing import Model, Outcome, simulate_sharing
 from conserve_lab.simulate.system import SimulationError
 from conserve_lab.workloads import Workload
+from hetero.gpu_division import divided
 
 
 def simulate_models(
@@ -31,9 +32,12 @@ def simulate_models(
     gets all conversations that come within ``phase_s``. Raises `SettingsError`, `ProfileError` or
     `SimulationError`.
     """
-    each = load({"config": str(file)}).each
-    if lacking := [name for name, own in each.items() if not own.profile]:
-        raise SimulationError(f"models.{lacking[0]}.profile: engines are simulated by one; set it")
+    # As many engines as the live system would have, where the file does not say.
+    each = divided(load({"config": str(file)}), gpus, {}).each
+    for name, own in each.items():
+        for wrong in _cannot(own):
+            where = f"models.{name}." if len(each) > 1 else ""
+            raise SimulationError(f"{where}{wrong}")
 
     def plan(number: int) -> Iterator[tuple[float, Script]]:
         for at_s, script in workload:
@@ -49,10 +53,9 @@ def simulate_models(
                     load_profile(own.profile or ""),
                     EngineCounts(0, own.decoders.replicas),
                 ),
-                own.decoders.most_replicas,
+                own,
                 plan(number),
                 start_s,
-                own.drain_timeout_s,
             )
             for number, (name, own) in enumerate(each.items())
         }
@@ -63,21 +66,38 @@ def simulate_models(
     return found
 
 
+def _cannot(own: Settings) -> Iterator[str]:
+    """Yield the settings of a model that would make its engines others than those simulated."""
+    if not own.profile:
+        yield "profile: engines are simulated by one; set it"
+    for role, engines in own.roles:
+        if role != "decoders":
+            yield f"{role}: there would be {engines.replicas}; only decoders scale here, so set 0"
+    if own.policy_name != "elastic":
+        yield "placement: several models are simulated under elastic; leave it out"
+    gpus = own.workers_of(own.decoders) * own.decoders.num_gpus
+    if gpus < 1 or gpus % 1:
+        yield f"decoders.num_gpus: an engine would have {gpus:g} GPUs; give it whole ones"
+
+
 def show_models(found: dict[tuple[str, str], Outcome], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("share_gpus", "model"):
         table.add_column(column, no_wrap=True)
     for column in ("ended", "failed", "TTFT p50", "p95", "TTFET p50", "p95",
-                   "GPU hours", "engines", "starts"):  # fmt: skip
+                   "GPU hours", "engines over time", "starts"):  # fmt: skip
         table.add_column(column, justify="right")
     for (shares, name), one in found.items():
         counts, cells = one.result.conversations, []
         for metric in ("ttft_first", "ttfet"):
             summary = one.result.latencies.get(metric)
             cells += ["", ""] if summary is None else [seconds(summary.p50), seconds(summary.p95)]
-        engines = f"{min(one.engines)} to {max(one.engines)}"
+        # In the middle of each tenth of the time.
+        engines = " ".join(
+            str(one.engines[len(one.engines) * (2 * tenth + 1) // 20]) for tenth in range(10)
+        )
         table.add_row(
             shares, name, f"{sum(counts.values()):,}", f"{counts.get('failed', 0):,}", *cells,
-            f"{sum(one.engines) / 3600:.2f}", engines, str(one.starts),
+            f"{sum(one.engines) * one.engine_gpus / 3600:.2f}", engines, str(one.starts),
         )  # fmt: skip
     console.print(table)

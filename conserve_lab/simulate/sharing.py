@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from autoscale.autoscaler import Autoscaler, Limits, Others
+from autoscale.autoscaler import Others, make_autoscaler
 from conserve.admission import Admitted
+from conserve.settings import Settings
 from conserve.wire import NO_LACK, Lack
 from conserve_lab.metrics import Result, Tally
 from conserve_lab.records import Script, TurnRecord
@@ -18,34 +19,41 @@ from conserve_lab.simulate.clients import Open
 from conserve_lab.simulate.cluster import Cluster
 from conserve_lab.simulate.system import SimulationError, System
 
-_WINDOW_S = 30.0
-
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model: its system has as many decoders as it has at least, and no prefillers.
+    """A model: its system has as many decoders as its settings' `replicas`, and no prefillers.
 
     Attributes:
-        most: engines, if there are GPUs.
+        settings: how its decoders scale and drain, and the GPUs of each; without prefillers.
         plan: its conversations, by when they arrive.
         start_s: how long an engine takes to start.
-        drain_timeout_s: as in `conserve.settings.Settings`.
     """
 
     system: System
-    most: int
+    settings: Settings
     plan: Iterable[tuple[float, Script]]
     start_s: float = 60.0
-    drain_timeout_s: float = 300.0
+
+    @property
+    def engine_gpus(self) -> int:
+        own = self.settings.decoders
+        return int(self.settings.workers_of(own) * own.num_gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A model's figures; ``engines`` are the numbers of its engines, second by second."""
+    """A model's figures.
+
+    Attributes:
+        engines: their numbers, second by second: those that serve, start and leave.
+        engine_gpus: GPUs of each of them.
+    """
 
     result: Result
     engines: list[int]
     starts: int
+    engine_gpus: int
 
 
 def simulate_sharing(
@@ -55,13 +63,13 @@ def simulate_sharing(
     shares: bool,
     on_conversation: Callable[[], None] = lambda: None,
 ) -> dict[str, Outcome]:
-    """Run all models to the end of their conversations, on engines of one GPU each.
+    """Run all models to the end of their conversations, on engines that share these GPUs.
 
     Raises SimulationError: the GPUs do not suffice for the least, or a model has no conversation.
     """
-    least = sum(len(model.system.decoders) for model in models.values())
+    least = sum(len(model.system.decoders) * model.engine_gpus for model in models.values())
     if gpus < least:
-        raise SimulationError(f"{least} engines are the least, and there are {gpus} GPUs for them")
+        raise SimulationError(f"{least} GPUs are the least for these models, and there are {gpus}")
     clusters = {name: ScalingCluster(model, on_conversation) for name, model in models.items()}
     for name, cluster in clusters.items():
         cluster.start(models[name].plan)
@@ -72,7 +80,7 @@ def simulate_sharing(
             cluster.advance(now_s)
         lacks = {name: cluster.autoscaler.lacks or NO_LACK for name, cluster in clusters.items()}
         for name, cluster in clusters.items():
-            free = gpus - sum(one.engines for one in clusters.values())
+            free = gpus - sum(one.gpus for one in clusters.values())
             others = (lack for other, lack in lacks.items() if other != name)
             lack = Lack(*map(sum, zip(NO_LACK, *others, strict=True)))
             cluster.look(now_s, lack if shares else None, free)
@@ -80,7 +88,8 @@ def simulate_sharing(
     for name, cluster in clusters.items():
         if not cluster.turns:
             raise SimulationError(f"{name} has no turns; give more conversations")
-        found[name] = Outcome(cluster.tally.result(), cluster.counts, cluster.starts)
+        model_gpus = models[name].engine_gpus
+        found[name] = Outcome(cluster.tally.result(), cluster.counts, cluster.starts, model_gpus)
     return found
 
 
@@ -101,10 +110,8 @@ class ScalingCluster(Cluster):
 
         super().__init__(model.system, ended)
         self._model = model
-        least, settled_s = len(self.decoders), model.drain_timeout_s / 5
-        self._next = least
-        limits = Limits(least, model.most, down_delay_s=settled_s, cool_down_s=settled_s)
-        self.autoscaler = Autoscaler({"decoder": limits}, {"decoder": least}, None, _WINDOW_S)
+        self._next = len(self.decoders)
+        self.autoscaler = make_autoscaler(model.settings)
         self.autoscaler.pays_after_s = model.start_s
         self._ready_s: deque[float] = deque()
         self._leaving: dict[str, float] = {}
@@ -116,8 +123,15 @@ class ScalingCluster(Cluster):
     def engines(self) -> int:
         return len(self.decoders) + len(self._ready_s)
 
+    @property
+    def gpus(self) -> int:
+        return self.engines * self._model.engine_gpus
+
     def look(self, now_s: float, lack: Lack | None, free: int) -> None:
-        """Have engines join and leave; ``lack`` is the others', where models share GPUs."""
+        """Have engines join and leave; ``lack`` is the others', where models share GPUs.
+
+        ``free`` GPUs belong to no engine of any model.
+        """
         while self._ready_s and self._ready_s[0] <= now_s:
             self._ready_s.popleft()
             self._join(now_s)
@@ -131,7 +145,7 @@ class ScalingCluster(Cluster):
         waiting_tokens = self._admission.queue.tokens
         self.autoscaler.decide(self.table.decoders.values(), (), waiting_tokens, now_s, others)
         wanted = self.autoscaler.replicas("decoder") - there - len(self._ready_s)
-        for _ in range(min(wanted, free)):
+        for _ in range(min(wanted, free // self._model.engine_gpus)):
             self.starts += 1
             self._ready_s.append(now_s + self._model.start_s)
         for _ in range(min(-wanted, len(self._ready_s))):
@@ -151,9 +165,13 @@ class ScalingCluster(Cluster):
         self._admit(now_s)
 
     def _drain(self, now_s: float) -> None:
-        given = self.autoscaler.wanted["decoder"].scaling.given
+        # As in `deployments.table.membership`: conversations move at once where another model
+        # waits for the GPUs, or where this one wants the engine's successor.
+        scaling = self.autoscaler.wanted["decoder"].scaling
+        there = len(self.decoders) - len(self._leaving)
+        at_once = scaling.given or there < scaling.replicas
         for name, since_s in [*self._leaving.items()]:
-            if given or now_s - since_s >= self._model.drain_timeout_s:
+            if at_once or now_s - since_s >= self._model.settings.drain_timeout_s:
                 self.table.evict(name)
             if not self.table.decoders[name].conversations:
                 self.table.remove_engine(name)

@@ -57,6 +57,24 @@ def test_several_models_are_simulated_without_and_with_shared_gpus(tmp_path: Pat
     assert rows == [["no", "a"], ["no", "b"], ["yes", "a"], ["yes", "b"]]
 
 
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ("prefillers: 2", "models.a.prefillers: there would be 2"),
+        ("placement: collocated", "models.a.placement: several models are simulated under elastic"),
+        ("decoders: {num_gpus: 0.5}, prefillers: 0", "an engine would have 0.5 GPUs"),
+        ("engine: {tensor_parallel_size: 2}", "models.a.prefillers: there would be 1"),
+    ],
+)
+def test_models_whose_engines_would_be_others_are_refused(
+    own: str, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(f"profile: {PROFILE}\nmodels:\n  a: {{model: a, {own}}}\n  b: {{model: b}}\n")
+    status, output = _simulate("--models", str(file), "--gpus", "8")
+    assert (status, said in output) == (2, True), output
+
+
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Labels of the reports that were to be drawn: drawing takes seconds, and has its own tests."""

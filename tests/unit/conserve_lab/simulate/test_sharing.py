@@ -1,17 +1,27 @@
 """Several models on one cluster's GPUs: who has how many engines, and who waits."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
 
-from conserve_lab.simulate.sharing import Model, Outcome, simulate_sharing
+from autoscale.autoscaler import Scaling
+from conserve.settings import Settings, load
+from conserve_lab.simulate.sharing import Model, Outcome, ScalingCluster, simulate_sharing
 from conserve_lab.simulate.system import SimulationError, System
 from tests.unit.conserve_lab.simulate.scenes import COSTS, Scripted
 
 COST = replace(COSTS, capacity_tokens=20_000)
 SYSTEM = System("s", "elastic", (), (COST,), pausing=True, host_tokens=400_000)
 GPUS = 3
+
+
+def settings(drain_timeout_s: float = 300.0, num_gpus: int = 1) -> Settings:
+    decoders = {"replicas": 1, "max_replicas": 3, "num_gpus": num_gpus}
+    return load({"prefillers": 0, "decoders": decoders, "drain_timeout_s": drain_timeout_s})
+
+
+SCALES = settings()
 
 
 def conversations(
@@ -25,7 +35,7 @@ def conversations(
 
 def run(shares: bool, first: Iterable[object], second: Iterable[object]) -> dict[str, Outcome]:
     plans = {"first": first, "second": second}
-    models = {name: Model(SYSTEM, 3, plan) for name, plan in plans.items()}  # type: ignore[arg-type]
+    models = {name: Model(SYSTEM, SCALES, plan) for name, plan in plans.items()}  # type: ignore[arg-type]
     return simulate_sharing(models, GPUS, shares=shares)
 
 
@@ -61,7 +71,7 @@ def test_a_single_model_follows_its_load() -> None:
     """Up while its conversations are at work, and down once they have ended."""
     late = [(2000.0, Scripted([(100, 0, 1, 0.0)], "late"))]
     plan = [*conversations("c", 18, 0.0, 5.0, turns=20), *late]
-    found = simulate_sharing({"only": Model(SYSTEM, 3, plan)}, 9, shares=False)["only"]
+    found = simulate_sharing({"only": Model(SYSTEM, SCALES, plan)}, 9, shares=False)["only"]
     assert (found.engines[0], max(found.engines)) == (1, 3)
     assert {*found.engines[300:1900]} == {1}
     # An engine that starts takes its time.
@@ -70,7 +80,120 @@ def test_a_single_model_follows_its_load() -> None:
 
 
 def test_too_few_gpus_are_refused() -> None:
-    with pytest.raises(SimulationError, match="2 engines are the least, and there are 1 GPUs"):
-        simulate_sharing({name: Model(SYSTEM, 3, []) for name in "ab"}, 1, shares=True)
+    with pytest.raises(
+        SimulationError, match="2 GPUs are the least for these models, and there are 1"
+    ):
+        simulate_sharing({name: Model(SYSTEM, SCALES, []) for name in "ab"}, 1, shares=True)
     with pytest.raises(SimulationError, match="first has no turns"):
         run(False, [], conversations("c", 1, 0.0, 1.0))
+
+
+def test_the_pool_counts_gpus_and_not_engines() -> None:
+    """Each engine has two of five GPUs, so that there is never room for a third one."""
+    models = {
+        name: Model(SYSTEM, settings(num_gpus=2), conversations(name, 18, from_s, 5.0, turns=20))
+        for name, from_s in (("first", 0.0), ("second", 900.0))
+    }
+    found = simulate_sharing(models, 5, shares=True)
+    both = map(sum, zip(*(one.engines for one in found.values()), strict=True))
+    assert {*both} == {2}
+    assert {one.result.conversations["completed"] for one in found.values()} == {18}
+    models = {name: replace(model, plan=[]) for name, model in models.items()}
+    with pytest.raises(SimulationError, match="4 GPUs are the least"):
+        simulate_sharing(models, 3, shares=True)
+
+
+class Watched:
+    """A model alone, with a look at its cluster every second."""
+
+    def __init__(
+        self, plan: Iterable[tuple[float, Scripted]], scales: Settings = SCALES, step_s: float = 0.1
+    ) -> None:
+        system = replace(SYSTEM, decoders=(replace(COST, step_s=step_s),))
+        self.cluster = ScalingCluster(Model(system, scales, plan), lambda: None)
+        self.cluster.start(plan)
+        self.now_s = 0
+
+    def until(self, happens: Callable[[ScalingCluster], bool]) -> int:
+        """Run until this happens; returns when."""
+        while not happens(self.cluster):
+            self.now_s += 1
+            assert self.now_s < 5_000
+            self.cluster.advance(self.now_s)
+            self.cluster.look(self.now_s, None, 3 - self.cluster.gpus)
+        return self.now_s
+
+
+def test_an_engine_serves_once_it_has_started_and_then_takes_what_waits() -> None:
+    watched = Watched(conversations("c", 12, 0.0, 5.0, turns=40))
+    asked_s = watched.until(lambda cluster: cluster.starts > 0)
+    assert len(watched.cluster.decoders) == 1
+    assert watched.until(lambda cluster: len(cluster.decoders) > 1) == asked_s + 60
+    started_s = watched.now_s
+    waits = watched.until(lambda cluster: cluster.table.decoders["decoder-1"].conversations > 0)
+    assert waits <= started_s + 1
+
+
+def test_a_start_that_is_not_needed_any_more_is_cancelled() -> None:
+    """All have ended long before an engine could have started."""
+    late = [(1000.0, Scripted([(100, 0, 1, 0.0)], "late"))]
+    short = conversations("c", 12, 0.0, 0.0, turns=1)
+    watched = Watched([*short, *late], settings(drain_timeout_s=50.0), COST.step_s)
+    watched.cluster.autoscaler.wanted["decoder"].scaling = Scaling(3)
+    watched.until(lambda cluster: cluster.starts == 2)
+    assert watched.until(lambda cluster: not cluster.open) >= 1000
+    assert watched.cluster.starts == 2
+    assert [*watched.cluster.decoders] == ["decoder-0"]
+
+
+def test_engines_are_kept_for_conversations_that_arrive_and_end_quickly() -> None:
+    """Once they have ended none is held, and the rate at which they came still counts."""
+    late = [(200.0, Scripted([(100, 0, 1, 0.0)], "late"))]
+    watched = Watched([*conversations("c", 30, 0.0, 0.0, turns=1), *late], step_s=COST.step_s)
+    decoder = watched.cluster.autoscaler.wanted["decoder"]
+    at_s = watched.until(lambda _: decoder.need is not None and decoder.need.signal == "arrivals")
+    assert at_s < 100
+
+
+def leaving(last: Scripted) -> Watched:
+    """One engine leaves that has nothing but this conversation; two more come while it does."""
+    watched = Watched([(0.0, last), *conversations("after", 2, 150.0, 20.0)])
+    watched.cluster.autoscaler.wanted["decoder"].scaling = Scaling(2)
+    watched.until(lambda cluster: cluster.table.decoders["decoder-0"].leaving)
+    assert watched.cluster.table.decoders["decoder-0"].conversations == 1
+    return watched
+
+
+def test_an_engine_that_leaves_keeps_its_gpu_until_its_turns_have_ended() -> None:
+    """A turn of 800 seconds outlasts the drain timeout of 300."""
+    watched = leaving(Scripted([(3_000, 0, 8_000, 0.0)], "last"))
+    held: list[int] = []
+
+    def gone(cluster: ScalingCluster) -> bool:
+        if (engine := cluster.table.decoders.get("decoder-0")) is None:
+            return True
+        held.append(engine.conversations)
+        return False
+
+    assert watched.until(gone) >= 800
+    # And it gets nothing new, though conversations arrive.
+    assert {*held} == {1}
+    assert watched.cluster.turns > 0
+
+
+def test_an_engine_that_leaves_gives_up_idle_conversations_after_the_drain_timeout() -> None:
+    turns = [(3_000, 0, 50, 0.0), (3_100, 3_000, 50, 1_800.0)]
+    watched = leaving(Scripted(turns, "last"))
+    since_s = watched.now_s
+    assert watched.until(lambda cluster: "decoder-0" not in cluster.decoders) == since_s + 300
+    # Its next turn runs on the engine that stayed.
+    watched.until(lambda cluster: not cluster.open)
+    assert watched.cluster.tally.result().conversations == {"completed": 3}
+
+
+def test_idle_conversations_move_at_once_if_the_engine_gets_a_successor() -> None:
+    turns = [(3_000, 0, 50, 0.0), (3_100, 3_000, 50, 1_800.0)]
+    watched = leaving(Scripted(turns, "last"))
+    watched.cluster.autoscaler.wanted["decoder"].scaling = Scaling(2, watched.now_s)
+    since_s = watched.now_s
+    assert watched.until(lambda cluster: "decoder-0" not in cluster.decoders) <= since_s + 2
